@@ -29,19 +29,11 @@ from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-from torch.amp.autocast_mode import _enter_autocast as enter_autocast
-from torch.amp.autocast_mode import _exit_autocast as exit_autocast
-from torch.autograd.function import BackwardCFunction as FunctionContext  # one is made at every `apply`
 from torch.fx import Node
-from torch.fx._pytree import tree_flatten_spec as flat_by  # `Graph.process_inputs` takes no keyword arguments
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode as TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
-from torch.utils._python_dispatch import _pop_mode as pop_mode
-from torch.utils._python_dispatch import _push_mode as push_mode
 
 from .contract.devices import DEVICES
 
@@ -56,6 +48,17 @@ else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+pytree = torch.utils._pytree
+enter_autocast, exit_autocast = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+pop_mode, push_mode = torch.utils._python_dispatch._pop_mode, torch.utils._python_dispatch._push_mode
+FunctionContext = torch.autograd.function.BackwardCFunction  # one is made at every `apply`
+BatchNorm = torch.nn.modules.batchnorm._BatchNorm
+flat_by = torch.fx._pytree.tree_flatten_spec  # `Graph.process_inputs` takes no keyword arguments
+copy_together = torch._foreach_copy_  # copies many tensors, on an accelerator by one launch; the dtypes may differ
+current_autograd_node = torch._C._current_autograd_node  # that is running in this thread; None outside of backward
+sequence_number = torch._C._autograd._get_sequence_nr  # that autograd will give to the next op that this thread records
+in_transform = torch._C._are_functorch_transforms_active  # whether a transform of `torch.func`, as vmap, is running
+is_traced_by_fx = torch.fx._symbolic_trace.is_fx_symbolic_tracing  # whether `torch.fx.symbolic_trace` is running
 SET_GRAD = torch._C._set_grad_enabled  # what `set_grad_enabled` is in an exported graph
 DATA_OF = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]  # what `tensor.data` is in a graph of Dynamo
 VF = torch._VF  # the kernels of recurrent layers
@@ -70,13 +73,8 @@ OWN_CACHE: dict[str, Any] = {"isolate_recompiles": True} if "isolate_recompiles"
 LIMIT_IS_ARGUMENT = "recompile_limit" in _COMPILE
 
 _GLOBAL_HOOKS = (
-    "_global_forward_pre_hooks",
-    "_global_forward_hooks",
-    "_global_backward_pre_hooks",
-    "_global_backward_hooks",
-)
-
-
+    "_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks",
+)  # fmt: skip
 _MARKED = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")  # what `maybe_mark_dynamic` writes on a tensor
 
 
@@ -88,11 +86,6 @@ def forget_compiled(code: CodeType) -> None:
 def dynamo_stance() -> str:
     """Return the stance that `torch.compiler.set_stance` has set: "default", "force_eager" and others."""
     return str(torch._dynamo.eval_frame._stance.stance)
-
-
-def is_traced_by_fx() -> bool:
-    """Say whether `torch.fx.symbolic_trace` is running."""
-    return bool(torch.fx._symbolic_trace.is_fx_symbolic_tracing())
 
 
 def is_traced_by_jit() -> bool:
@@ -117,8 +110,8 @@ def is_profiling() -> bool:
 
 def global_optimizer_hooks() -> bool:
     """Say whether there are hooks on the steps of all optimizers."""
-    found: Any = importlib.import_module("torch.optim.optimizer")
-    return bool(found._global_optimizer_pre_hooks or found._global_optimizer_post_hooks)
+    module: Any = importlib.import_module("torch.optim.optimizer")
+    return bool(module._global_optimizer_pre_hooks or module._global_optimizer_post_hooks)
 
 
 def of_fixed_sizes(tensor: torch.Tensor) -> torch.Tensor:
@@ -129,8 +122,7 @@ def of_fixed_sizes(tensor: torch.Tensor) -> torch.Tensor:
     context = torch._guards.TracingContext.try_get()
     if context is None or context.fake_mode is None:
         return tensor
-    made: torch.Tensor = context.fake_mode.from_tensor(tensor, static_shapes=True)
-    return made
+    return context.fake_mode.from_tensor(tensor, static_shapes=True)
 
 
 def mark_batch(tensor: torch.Tensor) -> bool:
@@ -154,8 +146,8 @@ def dynamo_is_disabled() -> bool:
 
 def dynamo_settings(change: dict[str, Any]) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which Dynamo has other settings, in this thread."""
-    made: contextlib.AbstractContextManager[Any] = torch._dynamo.config.patch(change)
-    return made
+    patch: contextlib.AbstractContextManager[Any] = torch._dynamo.config.patch(change)
+    return patch
 
 
 def is_replica_running() -> bool:
@@ -169,8 +161,8 @@ def compile_under_transform(function: Callable[..., Any], backend: Any, dynamic:
     Dynamo traces there for the backend "eager" alone, which it looks for in the attribute `compiler_fn` of a backend.
     """
     backend.compiler_fn = torch._dynamo.lookup_backend("eager")
-    made: Callable[..., Any] = torch._dynamo.optimize(backend, nopython=True, dynamic=dynamic)(function)
-    return made
+    compiled: Callable[..., Any] = torch._dynamo.optimize(backend, nopython=True, dynamic=dynamic)(function)
+    return compiled
 
 
 def only_vmap() -> bool:
@@ -190,19 +182,9 @@ def ignores_compilers(mode: TorchDispatchMode) -> bool:
     return bool(mode.ignore_compile_internals())
 
 
-def current_autograd_node() -> Any:
-    """Return the node of autograd that is running in this thread, None outside of backward."""
-    return torch._C._current_autograd_node()
-
-
 def sequence_of(node: Any) -> int:
     """Return the number that autograd recorded a node of its graph with."""
     return int(node._sequence_nr())
-
-
-def sequence_number() -> int:
-    """Return the number that autograd will give to the next op of this thread that it records."""
-    return int(torch._C._autograd._get_sequence_nr())
 
 
 def is_module_tracker(hook: object) -> bool:
@@ -221,9 +203,9 @@ def without_module_trackers() -> Iterator[None]:
     try:
         yield
     finally:
-        for table, held in zip(tables, before, strict=True):
+        for table, hooks in zip(tables, before, strict=True):
             table.clear()
-            table.update(held)
+            table.update(hooks)
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
@@ -257,18 +239,11 @@ def is_composite(op: OpOverload) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
 
 
-def is_transformed() -> bool:
-    """Say whether a transform of `torch.func` runs, in which no `torch.autograd.Function` of the old form can run."""
-    active: bool = torch._C._are_functorch_transforms_active()
-    return active
-
-
 def storage_id(tensor: torch.Tensor) -> int:
     """Return an id that is equal for tensors in one storage, also fake ones; a tensor without a storage has its own."""
     if tensor.layout is not torch.strided:
         return id(tensor)
-    found: int = tensor.untyped_storage()._cdata
-    return found
+    return int(tensor.untyped_storage()._cdata)
 
 
 def dynamo_errors() -> Any:
@@ -284,11 +259,6 @@ def original_of(module: object) -> torch.nn.Module | None:
 def compiled_call(module: torch.nn.Module) -> Any:
     """Return what `module.compile()` put in the place of the call of a module; None if it was not called."""
     return module._compiled_call_impl
-
-
-def is_compiled_in_place(module: torch.nn.Module) -> bool:
-    """Say whether `module.compile()` was called."""
-    return module._compiled_call_impl is not None
 
 
 def own_parameters(module: torch.nn.Module) -> dict[str, nn.Parameter | None]:
@@ -446,16 +416,6 @@ def without_transforms(value: Any) -> Any:
         return torch.empty(value.shape, dtype=value.dtype, device=value.device)
 
 
-def in_transform() -> bool:
-    """Say whether a torch.func transform, such as grad or vmap, is running."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def copy_together(to: list[torch.Tensor], source: list[torch.Tensor]) -> None:
-    """Copy many tensors, on an accelerator by one launch; the dtypes may differ."""
-    torch._foreach_copy_(to, source)
-
-
 def run_as_soon_as_ready(value: torch.Tensor) -> None:
     """Let backward pass through the node that made a value as soon as its gradient is complete.
 
@@ -475,8 +435,8 @@ def kept_by_compiled(outputs: Sequence[Any]) -> list[torch.Tensor] | None:
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return None
     nodes = [output.grad_fn for output in outputs if isinstance(output, torch.Tensor)]
-    made: Any = next((node for node in nodes if type(node).__name__ == "CompiledFunctionBackward"), None)
-    return None if made is None else [*made.saved_tensors, *getattr(made, "_tensors_no_vc_check", ())]
+    compiled: Any = next((node for node in nodes if type(node).__name__ == "CompiledFunctionBackward"), None)
+    return None if compiled is None else [*compiled.saved_tensors, *getattr(compiled, "_tensors_no_vc_check", ())]
 
 
 def source_name(placeholder: Node) -> str:
@@ -495,8 +455,8 @@ class _RecompileLimit(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         if str(record.msg).startswith("torch._dynamo hit config.") and isinstance(record.args, tuple):
-            found = re.search(r"function: (.*)", record.getMessage())
-            self.call(found.group(1) if found else "a function")
+            match = re.search(r"function: (.*)", record.getMessage())
+            self.call(match.group(1) if match else "a function")
         return True
 
 
@@ -554,60 +514,4 @@ def safe_softmax(scores: torch.Tensor, dim: int) -> torch.Tensor:
 
     Private: `torch.softmax` gives NaN in such a row.
     """
-    made: torch.Tensor = torch.ops.aten._safe_softmax.default(scores, dim)
-    return made
-
-
-__all__ = [
-    "DATA_OF",
-    "MODULE_CALLS",
-    "SET_GRAD",
-    "VF",
-    "BatchNorm",
-    "FakeTensor",
-    "FakeTensorMode",
-    "FunctionContext",
-    "HigherOrderOperator",
-    "Kernel",
-    "OpOverload",
-    "OpOverloadPacket",
-    "OptimizedModule",
-    "TorchDispatchMode",
-    "TorchFunctionMode",
-    "autocast_registrations",
-    "boolean_dispatched",
-    "communication_hook",
-    "communication_states",
-    "compile_records",
-    "compiled_call",
-    "copy_together",
-    "dynamo_errors",
-    "enter_autocast",
-    "example_sizes",
-    "exit_autocast",
-    "flat_by",
-    "gathering",
-    "global_module_hooks",
-    "in_transform",
-    "inner_backend",
-    "is_compiled_in_place",
-    "is_composite",
-    "is_replica_running",
-    "on_recompile_limit",
-    "original_of",
-    "overload_name",
-    "own_schema",
-    "pop_mode",
-    "push_mode",
-    "pytree",
-    "qualified_name",
-    "quiet_fakes",
-    "recorded_by_inductor",
-    "registered_autocast_dtype",
-    "run_as_soon_as_ready",
-    "safe_softmax",
-    "source_name",
-    "storage_id",
-    "store_of_ranks",
-    "without_transforms",
-]  # fmt: skip
+    return torch.ops.aten._safe_softmax.default(scores, dim)  # type: ignore[no-any-return]

@@ -57,7 +57,6 @@ class Assignment:
         original: the dtype every value had as captured.
         returned: the dtype that each output of the graph must have.
         infer: gives a node's output dtypes from those of its operands.
-        symbolic: dtypes were inferred without shapes.
         disagreements: where `torch.autocast` was seen to give other dtypes than the rules say it does.
         bodies: the simulations of the bodies of higher-order ops, which their own passes carry out.
         autocast: the dtype that autocast runs each node of `colours` in.
@@ -69,7 +68,6 @@ class Assignment:
     original: Dtypes
     returned: Dtypes
     infer: Infer
-    symbolic: bool = False
     disagreements: tuple[str, ...] = ()
     bodies: Mapping[Node, Any] = field(default_factory=dict)
     autocast: Mapping[Node, torch.dtype] = field(default_factory=dict)

@@ -60,8 +60,8 @@ class Unit:
         return self.assignment
 
 
-class Step(Protocol):
-    """What has a name and is verified: a pass that rewrites, or the one that decides.
+class Pass(Protocol):
+    """The interface of a pass.
 
     Attributes:
         name: its name in reports, in plans and in `fxamp report --print-after`.
@@ -71,9 +71,5 @@ class Step(Protocol):
     name: ClassVar[str]
     ensures: ClassVar[Ensures]
 
-
-class Pass(Step, Protocol):
-    """The interface of a pass that rewrites."""
-
-    def __call__(self, unit: Unit) -> dict[str, int]:
-        """Run over one graph; return how often each rewrite fired."""
+    def __call__(self, unit: Unit) -> dict[str, int] | Assignment:
+        """Run over one graph; return how often each rewrite fired, or what was decided."""

@@ -27,7 +27,7 @@ from .contract.plan import Plan
 from .contract.plan_format import REMEDY
 from .contract.policy import Policy, check_used
 from .contract.timing import Call, Timer
-from .form import Pass, Step, Unit
+from .form import Pass, Unit
 from .graph.bodies import Body, Border, all_graphs, bodies_of
 from .graph.notes import is_inserted
 from .graph.values import keys, module_types, no_autocast
@@ -45,23 +45,16 @@ Resolve: TypeAlias = Callable[[str], Any]  # the target of a get_attr
 
 def preparing(policy: Policy) -> tuple[Pass, ...]:
     """Return the passes that come before any decision, and run over all graphs of a model first."""
-    if not policy.level.rounds:
-        return ()
-    return (Legalize(policy),)
+    return (Legalize(policy),) if policy.level.rounds else ()
 
 
 def rewriting(policy: Policy) -> tuple[Pass, ...]:
     """Return the passes that carry out what AssignPrecision has decided."""
-    return (
-        InsertCasts(),
-        EliminateCasts(policy.sharing, policy.device or "cpu"),
-        RunUnderAutocast(policy),
-        Annotate(),
-    )
+    eliminate = EliminateCasts(policy.sharing, policy.device or "cpu")
+    return (InsertCasts(), eliminate, RunUnderAutocast(policy), Annotate())
 
 
-_ALL: tuple[Step, ...] = (*preparing(Policy()), AssignPrecision(Policy()), *rewriting(Policy()))
-NAMES = tuple(step.name for step in _ALL)
+NAMES = tuple(step.name for step in (*preparing(Policy()), AssignPrecision(Policy()), *rewriting(Policy())))
 
 
 def compile_graph(
@@ -104,25 +97,21 @@ def compile_graph(
         bodies = bodies_of(graph, attribute) if policy.level.rounds else {}
         if capture != "dynamo":  # an override has to match in only one of several graphs
             _check_overrides(policy, all_graphs(graph, bodies))
-        outermost = Unit(graph, attribute, _border_of(policy, under_autocast, bodies))
         timings = {} if plan is None else dict(plan.timings)
-        timed = None if timer is None else _noting(timer, timings)
-        decide = AssignPrecision(policy, plan, exact, timed, penalties)
-        units = _compiled(outermost, decide, rewriting(policy), edits, {})
+
+        def timed(calls: Sequence[Call]) -> Mapping[Call, int]:
+            times = timer(calls) if timer is not None else {}
+            timings.update({call.key: nanoseconds for call, nanoseconds in times.items()})
+            return times
+
+        original = policy.output_dtype == "original"
+        autocasts = policy.level.rounds and (policy.output_dtype == "autocast" or (original and under_autocast))
+        outermost = Unit(graph, attribute, Border({}, original, autocasts, bodies))
+        decide = AssignPrecision(policy, plan, exact, None if timer is None else timed, penalties)
+        units = _compiled(outermost, (decide, *rewriting(policy)), edits, {})
     if plan is not None and exact and any(d.graph >= len(units) for d in plan.decisions):
         raise PlanError(f"the plan has more graphs than the {len(units)} of this model; {REMEDY}")
     return replace(_plan_of(policy, capture, notes, units, edits), timings=timings)
-
-
-def _noting(timer: Timer, timings: dict[str, int]) -> Timer:
-    """Return a timer that also notes what each call took, for the plan."""
-
-    def timed(calls: Sequence[Call]) -> Mapping[Call, int]:
-        taken = timer(calls)
-        timings.update({call.key: nanoseconds for call, nanoseconds in taken.items()})
-        return taken
-
-    return timed
 
 
 def _prepare(unit: Unit, steps: Sequence[Pass], edits: Counter[str], done: set[Graph]) -> None:
@@ -136,71 +125,55 @@ def _prepare(unit: Unit, steps: Sequence[Pass], edits: Counter[str], done: set[G
         _prepare(Unit(body.graph, body.attribute), steps, edits, done)
 
 
-def _compiled(
-    unit: Unit, decide: AssignPrecision, steps: Sequence[Pass], edits: Counter[str], done: dict[Graph, Assignment]
-) -> list[Unit]:
+def _compiled(unit: Unit, steps: Sequence[Pass], edits: Counter[str], done: dict[Graph, Assignment]) -> list[Unit]:
     """Decide on a graph and rewrite it, then those inside it; return them all, in the plan's order.
 
     A body that several calls share keeps its original dtypes at its border, so that one pass over it serves all calls.
     """
-    unit = _decided(replace(unit, index=len(done)), decide)
+    unit = _run(replace(unit, index=len(done)), steps, edits)
     done[unit.graph] = unit.decided
-    _run(unit, steps, edits)
     units = [unit]
     for node, inside in unit.border.bodies.items():
         for body in inside:
             if body.graph not in done:
-                units += _compiled(_inside(node, body, unit.decided), decide, steps, edits, done)
+                units += _compiled(_inside(node, body, unit.decided), steps, edits, done)
                 body.module.recompile()
-            _check_border(node, body, unit.decided, done[body.graph])
+            results, expected = body.dtypes(done[body.graph].dtypes), unit.decided.dtypes[node]
+            if body.first is not None and results != expected:
+                raise VerificationError(
+                    f"the body of {node.name} gives {results}, its plan says {expected}. "
+                    "This is a bug in fxamp; please report it."
+                )
     return units
 
 
-def _decided(unit: Unit, decide: AssignPrecision) -> Unit:
-    """Return a graph with what was decided on it, and call the watchers."""
-    for watcher in watchers():
-        watcher.before(decide, unit)
-    unit = replace(unit, assignment=decide(unit))
-    for watcher in reversed(watchers()):
-        watcher.after(decide, unit, {})
-    return unit
+def _run(unit: Unit, steps: Sequence[Pass], edits: Counter[str]) -> Unit:
+    """Run passes over one graph, call the watchers, and count how often each rewrite fired, as "pass/rewrite".
 
-
-def _run(unit: Unit, steps: Sequence[Pass], edits: Counter[str]) -> None:
-    """Run passes over one graph, call the watchers, and count how often each rewrite fired, as "pass/rewrite"."""
+    Returns:
+        The graph with what was decided on it.
+    """
     for step in steps:
         for watcher in watchers():
             watcher.before(step, unit)
-        fired = step(unit)
+        result, fired = step(unit), dict[str, int]()
+        if isinstance(result, Assignment):
+            unit = replace(unit, assignment=result)
+        else:
+            fired = result
         edits.update({f"{step.name}/{rule}": n for rule, n in fired.items()})  # those too that fired 0 times
         for watcher in reversed(watchers()):  # verification last: it is no part of a pass, and may raise
             watcher.after(step, unit, fired)
-
-
-def _border_of(policy: Policy, under_autocast: bool, bodies: dict[Node, list[Body]]) -> Border:
-    """Return the dtypes at the edges of the outermost graph."""
-    original = policy.output_dtype == "original"
-    autocasts = policy.output_dtype == "autocast" or (original and under_autocast)
-    return Border({}, original, autocasts and policy.level.rounds, bodies)
+    return unit
 
 
 def _inside(node: Node, body: Body, outside: Assignment) -> Unit:
     """Return the body of a higher-order op, with the dtypes that hold at its border."""
     entered = body.first is not None
-    given = {p: outside.dtypes[v] for p, v in body.operands(node).items()} if entered else {}
+    inputs = {p: outside.dtypes[v] for p, v in body.operands(node).items()} if entered else {}
     restored = not entered or outside.dtypes[node] == outside.original[node]
     simulated = outside.bodies.get(node) if entered else None
-    return Unit(body.graph, body.attribute, Border(given, restored, bodies=body.bodies()), simulated=simulated)
-
-
-def _check_border(node: Node, body: Body, outside: Assignment, inside: Assignment) -> None:
-    """Raise VerificationError where a body that is entered gives other dtypes than its caller was told."""
-    made = body.dtypes(inside.dtypes)
-    if body.first is not None and made != outside.dtypes[node]:
-        raise VerificationError(
-            f"the body of {node.name} gives {made}, its plan says {outside.dtypes[node]}. "
-            "This is a bug in fxamp; please report it."
-        )
+    return Unit(body.graph, body.attribute, Border(inputs, restored, bodies=body.bodies()), simulated=simulated)
 
 
 def _check_overrides(policy: Policy, graphs: Sequence[Graph]) -> None:
@@ -212,20 +185,17 @@ def _check_overrides(policy: Policy, graphs: Sequence[Graph]) -> None:
 
 def _plan_of(policy: Policy, capture: str, notes: tuple[str, ...], units: Sequence[Unit], edits: Counter[str]) -> Plan:
     """Build the plan from the decisions on all graphs."""
-    symbolic = any(unit.decided.symbolic for unit in units)
     decisions = tuple(itertools.chain.from_iterable(unit.decided.decisions for unit in units))
-    kept = sorted({d.op for d in decisions if d.kind == COMPOSITE})
+    composites = sorted({d.op for d in decisions if d.kind == COMPOSITE})
     wrong = dict.fromkeys(text for unit in units for text in unit.decided.disagreements)
-    unsized = symbolic and policy.level.rounds
     return Plan(
         decisions,
         policy,
-        verified="symbolic" if symbolic else "fake",
+        verified="fake",
         capture=capture,
         notes=(
             *notes,
-            *(f"composite kept whole: {name}" for name in kept),
-            *(["captured without shapes: casts are placed as if each cost the same"] if unsized else []),
+            *(f"composite kept whole: {name}" for name in composites),
             *(f"defect of a rule: {text}" for text in wrong),
         ),
         inserted_casts=sum(edits[f"{InsertCasts.name}/{rule}"] for rule in CAST_REWRITES),

@@ -13,24 +13,24 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from .casts.verify import verify
-from .form import Ensures, Step, Unit
+from .form import Ensures, Pass, Unit
 from .ops import ops
 
 
 class Watcher:
     """An object that is called before and after every pass over every graph; it may not change its arguments."""
 
-    def before(self, step: Step, unit: Unit) -> None:
+    def before(self, step: Pass, unit: Unit) -> None:
         """Called before each pass."""
 
-    def after(self, step: Step, unit: Unit, edits: Mapping[str, int]) -> None:
+    def after(self, step: Pass, unit: Unit, edits: Mapping[str, int]) -> None:
         """Called after each pass, with how often each of its rewrites was made."""
 
 
 class Verified(Watcher):
     """Verifies after each pass the properties that the pass ensures."""
 
-    def after(self, step: Step, unit: Unit, edits: Mapping[str, int]) -> None:
+    def after(self, step: Pass, unit: Unit, edits: Mapping[str, int]) -> None:
         """Raise VerificationError if a property does not hold."""
         if step.ensures is not Ensures.NOTHING_NEW:
             verify(unit.graph, unit.decided if step.ensures is Ensures.DTYPES else None)
@@ -50,11 +50,11 @@ class Timed(Watcher):
     seconds: dict[str, float] = field(default_factory=dict)
     started: float = 0.0
 
-    def before(self, step: Step, unit: Unit) -> None:
+    def before(self, step: Pass, unit: Unit) -> None:
         """Start the clock."""
         self.started = self.clock()
 
-    def after(self, step: Step, unit: Unit, edits: Mapping[str, int]) -> None:
+    def after(self, step: Pass, unit: Unit, edits: Mapping[str, int]) -> None:
         """Stop the clock, and add the time of the pass."""
         self.seconds[step.name] = self.seconds.get(step.name, 0.0) + self.clock() - self.started
 
@@ -71,7 +71,7 @@ class Printed(Watcher):
     name: str
     write: Callable[[str], object]
 
-    def after(self, step: Step, unit: Unit, edits: Mapping[str, int]) -> None:
+    def after(self, step: Pass, unit: Unit, edits: Mapping[str, int]) -> None:
         """Write the graph if this is the pass to print."""
         if step.name == self.name:
             fired = ", ".join(f"{rule} {n}" for rule, n in edits.items())
@@ -83,11 +83,11 @@ def listing(unit: Unit) -> str:
     dtypes = {} if unit.assignment is None else unit.assignment.dtypes
     lines = []
     for node in unit.graph.nodes:
-        held = dtypes.get(node)
-        shown = "" if held is None else f": {str(held).replace('torch.', '')}"
+        dtype = dtypes.get(node)
+        shown = "" if dtype is None else f": {str(dtype).replace('torch.', '')}"
         what = {"placeholder": "input", "get_attr": str(node.target), "output": "return"}.get(node.op, ops.name(node))
-        given = [*map(str, node.args), *(f"{k}={v}" for k, v in node.kwargs.items())]
-        call = f"{what}({', '.join(given)})" if node.op.startswith("call") else " ".join([what, *given])
+        args = [*map(str, node.args), *(f"{k}={v}" for k, v in node.kwargs.items())]
+        call = f"{what}({', '.join(args)})" if node.op.startswith("call") else " ".join([what, *args])
         lines.append(f"  {call}" if node.op == "output" else f"  {node.name}{shown} = {call}")
     return "\n".join(lines)
 

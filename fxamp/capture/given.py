@@ -26,6 +26,7 @@ from passes import compile_graph
 from passes._torch import (
     BatchNorm,
     FakeTensorMode,
+    HigherOrderOperator,
     codegen_of,
     flat_by,
     pytree,
@@ -38,7 +39,7 @@ from passes.contract.plan import Plan
 from passes.contract.plan_format import REMEDY
 from passes.contract.policy import Policy
 from passes.contract.timing import Timer
-from passes.graph.by_rows import SWITCHES
+from passes.graph.grad import SWITCHES
 from passes.graph.notes import is_inserted, note
 from passes.graph.splice import copy_body, put_in_place
 from passes.runtime.sizes import check_sizes
@@ -288,7 +289,7 @@ def _fill(made: GraphModule, inputs: Inputs | None) -> None:
 
 
 class _Propagation(FakeTensorProp):
-    """Runs a graph on fake tensors, without a write to a buffer."""
+    """Runs a graph, and those inside its higher-order ops, on fake tensors, without a write to a buffer."""
 
     def __init__(self, made: GraphModule, mode: FakeTensorMode) -> None:
         super().__init__(made, mode)
@@ -299,6 +300,14 @@ class _Propagation(FakeTensorProp):
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         value = super().get_attr(target, args, kwargs)
         return self._mode.from_tensor(value, static_shapes=True) if isinstance(value, torch.Tensor) else value
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if isinstance(target, HigherOrderOperator):
+            args = pytree.tree_map(self._inside, args)
+        return super().call_function(target, args, kwargs)
+
+    def _inside(self, arg: Any) -> Any:
+        return _Propagation(arg, self._mode).run if isinstance(arg, GraphModule) else arg
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         return self.whole[target](*args, **kwargs)

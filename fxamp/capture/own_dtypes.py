@@ -19,8 +19,7 @@ import torch
 from torch.fx import Graph, Node
 
 from passes._torch import HigherOrderOperator
-from passes.graph.mixed import refuse_mixed
-from passes.graph.values import LOW_DTYPES, dtypes_of, literal_dtype
+from passes.graph.values import LOW_DTYPES, dtypes_of, literal_dtype, refuse_mixed
 
 
 def own_dtypes(

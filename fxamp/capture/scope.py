@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from passes._torch import MODULE_CALLS, is_compiled_in_place, original_of, pytree
+from passes._torch import MODULE_CALLS, compiled_call, original_of, pytree
 
 from .call import current
 
@@ -102,7 +102,7 @@ def _running() -> tuple[list[nn.Module], tuple[Any, ...]]:
         compiled = original_of(module)
         if module is not None and compiled is None and not isinstance(module, GraphModule):
             found.append(module)
-            compiled = module if is_compiled_in_place(module) else None
+            compiled = None if compiled_call(module) is None else module
         if isinstance(compiled, GraphModule):
             parts.append(compiled)
         elif compiled is not None:

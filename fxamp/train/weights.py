@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
-from passes._torch import is_compiled_in_place, original_of
+from passes._torch import compiled_call, original_of
 from passes.contract.errors import PolicyError
 
 from ..view.copies import Copies
@@ -174,7 +174,7 @@ def _parts(model: nn.Module, path: str = "", reason: str = "") -> Iterator[tuple
 
 def _why_not(module: nn.Module) -> str:
     """Return why no casts in a module are kept, "" if they may be."""
-    if is_compiled_in_place(module):
+    if compiled_call(module) is not None:
         return "is compiled in place, by graphs that cast weights themselves"
     original = original_of(module)
     if original is not None and not any(map(is_view, original.modules())):

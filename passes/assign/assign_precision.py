@@ -11,44 +11,43 @@ After:  linear: bfloat16, "low: matrix product"; softmax: bfloat16, "follow: its
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import torch
 from torch.fx import Graph, Node
 
 from ..colouring import Assignment, Colouring, Colours
+from ..contract.dtypes import dtype_name
 from ..contract.errors import PlanError, PolicyError
 from ..contract.penalties import Penalties
-from ..contract.plan import Plan
+from ..contract.plan import Decision, Plan
+from ..contract.plan_format import REMEDY
 from ..contract.policy import Policy
 from ..contract.reasons import Code
 from ..contract.timing import Timer
 from ..form import Ensures, Unit
-from ..graph.bodies import Border
-from ..graph.by_rows import SymbolicInference, original_dtypes
-from ..graph.grad import requires_grad
+from ..graph.aliases import Aliases
+from ..graph.grad import is_leaf, requires_grad
 from ..graph.notes import note_of
-from ..graph.sharing import is_leaf
 from ..graph.values import (
-    ANY,
-    Aliases,
     Dtypes,
-    Infer,
     Inference,
     first_float,
     is_floating,
-    is_known,
     keys,
+    module_path,
     module_types,
+    original_dtypes,
     source,
 )
+from ..ops import ops
 from ..ops.rules import KEEP, LOW, is_registered, row_of
 from .colour.kernels import refuse_untold_writes
 from .colour.simulate import Simulation
-from .decisions import decisions_on
 from .place.choose_storage import choose_storage
 from .place.saturate import saturate
-from .replay import replay
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class AssignPrecision:
         policy: with dtype and device filled in.
         plan: the plan to carry out instead of choosing.
         exact: the plan is of these very graphs, and must fit them.
-        timer: measures calls, for a policy with cost="measured".
+        timer: measures calls, for a policy with cost="measured", unless its plan is replayed.
         penalties: what errors cost beside bytes.
     """
 
@@ -72,86 +71,62 @@ class AssignPrecision:
     penalties: Penalties | None = None
 
     def __call__(self, unit: Unit) -> Assignment:
-        """Decide on one graph; raise PlanError where a plan to carry out does not fit it."""
-        original = original_dtypes(unit.graph, unit.attribute)
+        """Decide on one legalized graph, which is not changed.
+
+        Raises:
+            PlanError: the plan does not fit the graph, or stores a value low that a reader needs in FP32.
+            PolicyError: two overrides contradict each other; an op is banned or, with unknown_ops="error", unknown;
+                costs are to be measured, but nothing can be run.
+        """
         plan = None if self.plan is None else self.plan.of_graph(unit.index)
         try:
-            assignment = self._assigned(unit, original, plan)
+            assignment = self._assigned(unit, plan)
         except PlanError:
             if self.exact:
                 raise
-            assignment = self._assigned(unit, original, None)
-        decisions = decisions_on(unit.graph, assignment.colours, assignment.autocast, unit.index)
+            assignment = self._assigned(unit, None)
+        decisions = _decisions(unit, assignment)
         if plan is not None:
             decisions = replay(decisions, plan, self.exact)
         return replace(assignment, decisions=decisions)
 
-    def _assigned(self, unit: Unit, original: Dtypes, plan: Plan | None) -> Assignment:
-        how = (plan, unit.border, self.timer, unit.simulated, self.penalties)
-        return assign_precision(unit.graph, self.policy, original, *how)
+    def _assigned(self, unit: Unit, plan: Plan | None) -> Assignment:
+        """Colour every node that touches a floating value; `plan` has the colours of free values to take."""
+        graph, policy, original = unit.graph, self.policy, original_dtypes(unit.graph, unit.attribute)
+        if not policy.level.rounds:
+            returned = {n: original[n] for n in graph.output_node().all_input_nodes}
+            colours = {
+                n: Colouring(dtype, KEEP, Code.AS_WRITTEN("nothing is rounded"))
+                for n in graph.nodes
+                if n.op.startswith("call") and (dtype := first_float(original[n])) is not None
+            }
+            return Assignment(colours, dict(original), original, returned, Inference())
+        measures = policy.cost == "measured"
+        if measures and plan is None and self.timer is None:
+            raise PolicyError(
+                "cost='measured' needs shapes to measure: give convert example inputs, or choose cost='bytes', the "
+                "default."
+            )
+        refuse_untold_writes(graph, policy.device or "cpu")
+        simulation = unit.simulated or _simulation(unit, policy, original)
+        colours, dtypes = choose_storage(simulation, plan, self.timer if measures else None, self.penalties)
+        colours = _named(saturate(simulation, colours, dtypes), graph, policy)
+        reference: Any = simulation.reference
+        return Assignment(
+            colours, dtypes, original, simulation.returned(), simulation.infer,
+            (*_disagreements(graph, reference), *_false_claims(simulation)), simulation.bodies,
+            {n: c.dtype for n, c in reference.colours.items()},
+        )  # fmt: skip
 
 
-def assign_precision(
-    graph: Graph,
-    policy: Policy,
-    original: Dtypes,
-    plan: Plan | None = None,
-    border: Border | None = None,
-    timer: Timer | None = None,
-    simulated: Simulation | None = None,
-    penalties: Penalties | None = None,
-) -> Assignment:
-    """Colour every node that touches a floating value.
-
-    Args:
-        graph: legalized, not changed.
-        policy: with dtype and device filled in.
-        original: the dtype of every value as captured.
-        plan: colours of free values to take instead of choosing them.
-        border: the dtypes at the edges of the graph, and the graphs inside it.
-        timer: measures calls; for a policy with cost="measured", unless its plan is replayed.
-        simulated: the run through this graph that its caller made, if it is the body of a higher-order op.
-        penalties: what errors cost beside bytes.
-
-    Raises:
-        PlanError: the plan stores a value low that a reader needs in FP32.
-        PolicyError: two overrides contradict each other; an op is banned or, with unknown_ops="error", unknown; costs
-            are to be measured, but nothing can be run.
-    """
-    symbolic = any(n.op == "placeholder" and original[n] is ANY for n in graph.nodes)
-    infer = SymbolicInference() if symbolic else Inference()
-    if not policy.level.rounds:
-        returned = {n: original[n] for n in graph.output_node().all_input_nodes}
-        colours = {n: c for n in graph.nodes if (c := _as_written(n, original)) is not None}
-        return Assignment(colours, dict(original), original, returned, infer, symbolic)
-    if policy.cost == "measured" and plan is None and (symbolic or timer is None):
-        raise PolicyError(
-            "cost='measured' needs shapes to measure: give convert example inputs, or choose cost='bytes', the default."
-        )
-    refuse_untold_writes(graph, policy.device or "cpu")
-    simulation = simulated or _simulation(graph, policy, original, infer, border)
-    measuring = timer if policy.cost == "measured" else None
-    colours, dtypes = choose_storage(
-        graph, policy, simulation, plan, symbolic=symbolic, timer=measuring, penalties=penalties
-    )  # fmt: skip
-    colours = _name_sums(_name_fused(saturate(simulation, colours, dtypes)), graph, policy)
-    reference: Any = simulation.reference
-    autocast = {n: c.dtype for n, c in reference.colours.items()}
-    return Assignment(
-        colours, dtypes, original, simulation.returned(), simulation.infer, symbolic,
-        (*_disagreements(graph, reference), *_false_claims(simulation)), simulation.bodies, autocast,
-    )  # fmt: skip
-
-
-def _simulation(graph: Graph, policy: Policy, original: Dtypes, infer: Infer, border: Border | None) -> Simulation:
+def _simulation(unit: Unit, policy: Policy, original: Dtypes) -> Simulation:
     """Return what the policy decides before any value is placed, beside what autocast does."""
-    aliases = Aliases(graph)
+    graph, infer, border, aliases = unit.graph, Inference(), unit.border, Aliases(unit.graph)
     plain = Policy("O1", dtype=policy.dtype, device=policy.device)
     reference = Simulation(plain, graph, original, infer, aliases, autocast=True, border=border)
     reference.settle()
-    simulation = Simulation(
-        policy, graph, original, infer, aliases, stacks=module_types(graph), border=border, reference=reference
-    )
+    stacks = module_types(graph)
+    simulation = Simulation(policy, graph, original, infer, aliases, stacks=stacks, border=border, reference=reference)
     simulation.settle()
     return simulation
 
@@ -164,8 +139,7 @@ def _disagreements(graph: Graph, reference: Simulation) -> tuple[str, ...]:
     out, wrong, names = [], set[Node](), keys(graph.nodes)
     for node in graph.nodes:
         seen, ours = note_of(node).autocast, reference.dtypes.get(node)
-        compared = node.op.startswith("call") and is_floating(seen) and is_known(ours)
-        if not compared or seen == ours:
+        if not (node.op.startswith("call") and is_floating(seen)) or seen == ours:
             continue
         if wrong.isdisjoint(node.all_input_nodes):
             out.append(f"torch.autocast gives {seen} at {names[node]}, the rules say {ours}: {source(node)}")
@@ -185,30 +159,90 @@ def _false_claims(simulation: Simulation) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _as_written(node: Node, original: Dtypes) -> Colouring | None:
-    """Return the decision at O0: that a node runs as written."""
-    dtype = first_float(original[node]) if node.op.startswith("call") else None
-    return None if dtype is None else Colouring(dtype, KEEP, Code.AS_WRITTEN("nothing is rounded"))
+def _named(colours: Colours, graph: Graph, policy: Policy) -> Colours:
+    """Return the decisions with the ops named that autocast's own kernels or sums differ from.
 
-
-def _name_fused(colours: Colours) -> Colours:
-    """Return the decisions with the ops named that eager evaluation runs in a fused kernel."""
-    named = dict(colours)
+    They are those that eager evaluation runs in a fused kernel, and checkpoints that read a weight with other readers:
+    each casts its own.
+    """
+    named, sums = dict(colours), policy.level.is_autocasts and policy.share_casts is None
+    grad = requires_grad(graph) if sums else frozenset()
     for node, colouring in colours.items():
-        if note_of(node).fused and not row_of(node).commutes:
-            why = Code.FASTPATH(f"a fused kernel in eager evaluation ({colouring.reason})")
+        row, why = row_of(node), colouring.reason
+        if note_of(node).fused and not row.commutes:
+            why = Code.FASTPATH(f"a fused kernel in eager evaluation ({why})")
+        if row.recomputed and any(len(n.users) > 1 and n in grad and is_leaf(n) for n in node.all_input_nodes):
+            why = Code.SUM_ORDER(f"casts weights that are read elsewhere too ({why})")
+        if why is not colouring.reason:
             named[node] = replace(colouring, reason=why)
     return named
 
 
-def _name_sums(colours: Colours, graph: Graph, policy: Policy) -> Colours:
-    """Return the decisions with each checkpoint named that reads a weight with other readers: each casts its own."""
-    if not policy.level.is_autocasts or policy.share_casts is not None:
-        return colours
-    named, grad = dict(colours), requires_grad(graph)
-    for node, colouring in colours.items():
-        shared = [n for n in node.all_input_nodes if len(n.users) > 1 and n in grad and is_leaf(n)]
-        if row_of(node).recomputed and shared:
-            why = Code.SUM_ORDER(f"casts weights that are read elsewhere too ({colouring.reason})")
-            named[node] = replace(colouring, reason=why)
-    return named
+def _decisions(unit: Unit, assignment: Assignment) -> tuple[Decision, ...]:
+    """Return the decisions on a graph in the form of a plan, in the graph's order."""
+    names, colours, autocast = keys(unit.graph.nodes), assignment.colours, assignment.autocast
+    return tuple(
+        Decision(
+            key=names[node],
+            graph=unit.index,
+            op=ops.name(node),
+            module_path=module_path(node),
+            source=source(node),
+            colour=dtype_name(colours[node].dtype),
+            autocast_dtype=dtype_name(autocast.get(node, colours[node].dtype)),
+            kind=colours[node].kind,
+            reason=str(colours[node].reason),
+            code=colours[node].reason.code.value,
+            causes=tuple(names[c] for c in colours[node].causes if c in names),
+        )
+        for node in unit.graph.nodes
+        if node in colours
+    )
+
+
+def replay(decisions: Sequence[Decision], plan: Plan, exact: bool = True) -> tuple[Decision, ...]:
+    """Check that a plan fits a graph, node by node, and that its colours are those decided here.
+
+    Colours follow from one another, so a plan is replayed as a whole. If its policy gives another colour here, because
+    torch or a rule has changed, an error says so and nothing is converted. The decisions come back with the reasons of
+    the plan, since the measurements behind those are not repeated.
+
+    Args:
+        decisions: what the plan's policy decides here.
+        plan: plan of this graph.
+        exact: the plan is of this very graph. If not, it is of the same model in another state, or of a part of it:
+            the plan gives the reason where it decides as the policy does here.
+
+    Raises:
+        PlanError: a decision has no node, a node has no decision, or a colour differs; names the first.
+    """
+    ours, theirs = {d.key: d for d in decisions}, {d.key: d for d in plan.decisions}
+    if exact:
+        _refuse_unfit(ours, theirs)
+    for key, decision in theirs.items() if exact else ():
+        if not isinstance(getattr(torch, decision.colour, None), torch.dtype):
+            raise PlanError(f"the plan gives {key} the colour {decision.colour!r}, which is not a dtype; {REMEDY}")
+        if ours[key].colour != decision.colour:
+            raise PlanError(
+                f"the plan runs {key} ({ours[key].source}) in {decision.colour}; its policy gives {ours[key].colour} "
+                f"with torch {torch.__version__} (the plan was made with {plan.torch_version}). {REMEDY}"
+            )
+    agreed = {key: theirs[key] for key, d in ours.items() if key in theirs and theirs[key].colour == d.colour}
+    return tuple(
+        d if (planned := agreed.get(d.key)) is None else replace(d, reason=planned.reason, code=planned.code)
+        for d in decisions
+    )
+
+
+def _refuse_unfit(ours: Mapping[str, Decision], theirs: Mapping[str, Decision]) -> None:
+    """Raise PlanError if graph or plan lacks a decision that the other has."""
+    missing = [k for k in theirs if k not in ours]
+    extra = [k for k in ours if k not in theirs]
+    if missing or extra:
+        key = (missing or extra)[0]
+        where = f" ({ours[key].source})" if key in ours else ""
+        kind = "decides on a node that the model does not have" if missing else "does not know a node of the model"
+        raise PlanError(
+            f"the plan does not fit this model: it {kind}: {key}{where}; {len(missing)} missing, {len(extra)} new. "
+            f"{REMEDY}"
+        )

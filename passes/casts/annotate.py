@@ -36,13 +36,13 @@ def annotate(graph: Graph, assignment: Assignment) -> None:
 
     Casting a fake tensor takes a hundred times as long as looking up an earlier one of the same sizes.
     """
-    made: dict[Any, Any] = {}
+    values: dict[Any, Any] = {}
     for node in graph.nodes:
         value, dtype = node.meta.get("val"), assignment.dtypes.get(node)
         if isinstance(value, FakeTensor) and isinstance(dtype, torch.dtype):
             if value.dtype != dtype:
                 key = (value.fake_mode, dtype, *_layout(value))
-                made[key] = node.meta["val"] = made[key] if key in made else retyped(value, dtype)
+                values[key] = node.meta["val"] = values[key] if key in values else retyped(value, dtype)
         elif value is not None:
             node.meta["val"] = retyped(value, dtype)
 

@@ -27,13 +27,12 @@ from torch.fx import Graph, Node
 from ..colouring import Assignment
 from ..form import Ensures, Unit
 from ..graph.aliases import Aliases, may_alias
-from ..graph.grad import grad_modes, requires_grad
+from ..graph.grad import grad_modes, requires_grad, shares_cast, shares_storage
 from ..graph.notes import CLAMP_OPERAND, is_inserted, note, note_of
-from ..graph.sharing import shares_cast, shares_storage
-from ..graph.values import LOW_DTYPES, ValueDtype
+from ..graph.values import LOW_DTYPES
 from ..ops import ops
 from ..ops.rules import LOW, row_of
-from ..runtime.casts import CAST, again, cast_floating, cast_weight
+from ..runtime.casts import CAST, again, cast_weight
 
 
 def _widens(before: object, after: object) -> bool:
@@ -128,9 +127,10 @@ def _share(graph: Graph, assignment: Assignment, mode: str) -> int:
         value = cast.args[0]
         if not is_inserted(cast) and (aliases.is_mutated(cast) or assignment.dtypes[value] == cast.args[1]):
             continue  # its result is written later, or the cast does nothing
-        if not shares_cast(mode, value, is_inserted(cast) and _is_for_low_rules(cast, assignment), grad):
+        by_rule = all(u in assignment.colours and assignment.colours[u].kind == LOW for u in cast.users)
+        if not shares_cast(mode, value, is_inserted(cast) and by_rule, grad):
             continue
-        keep = first.setdefault((*_what_is_cast(cast, assignment), modes[cast], aliases.epoch(value, cast)), cast)
+        keep = first.setdefault((*_what_is_cast(cast), modes[cast], aliases.epoch(value, cast)), cast)
         if keep is cast or not is_inserted(cast) or (cast.target is cast_weight and not is_inserted(keep)):
             continue
         if cast.target is cast_weight:  # if one reader needs this variant, it suits all of them
@@ -139,34 +139,21 @@ def _share(graph: Graph, assignment: Assignment, mode: str) -> int:
     return edits
 
 
-def _is_for_low_rules(cast: Node, assignment: Assignment) -> bool:
-    """Say whether all readers of a cast are low by their rules."""
-    return all(u in assignment.colours and assignment.colours[u].kind == LOW for u in cast.users)
-
-
-def _is_attribute(value: Node) -> bool:
-    """Say whether a value is held by a module."""
-    return value.op == "get_attr" or note_of(value).role == "parameter"
-
-
-def _what_is_cast(cast: Node, assignment: Assignment) -> tuple[Any, ...]:
-    """Return a key that is equal for two casts that do the same: the value, the op and the dtype."""
+def _what_is_cast(cast: Node) -> tuple[Any, ...]:
+    """Return a key that is equal for two casts that do the same: the value, and the dtype."""
     value: Any = cast.args[0]
-    same = value.target if _is_attribute(value) else value  # a front end may read one attribute twice
-    tensor = cast.target is cast_floating and isinstance(assignment.dtypes[value], torch.dtype)
-    how = CAST if tensor or cast.target is cast_weight else cast.target
-    return _is_attribute(value), same, how, cast.args[1]
+    attribute = value.op == "get_attr" or note_of(value).role == "parameter"  # a front end may read one twice
+    return value.target if attribute else value, cast.args[1]
 
 
 def _promote(graph: Graph, assignment: Assignment) -> int:
     """Before: add(to(x: bf16, f32), y: f32). After: add(x, y). A 0-dim y does not promote x, so that the cast stays."""
     edits = 0
-    if assignment.symbolic:
-        return edits  # how operands promote depends on ranks, which are unknown here
     for cast, reader in _absorbed(graph, assignment, lambda n: row_of(n).promotes_inside):
         value: Any = cast.args[0]
-        if assignment.infer(reader, _as_if(assignment, cast, value)) == assignment.dtypes[reader]:
-            edits += _read_instead(graph, reader, cast, value)
+        dtypes = {n: assignment.dtypes[value if n is cast else n] for n in reader.all_input_nodes}
+        if assignment.infer(reader, dtypes.__getitem__) == assignment.dtypes[reader]:
+            edits += _read_instead(graph, reader, cast)
     return edits
 
 
@@ -184,16 +171,11 @@ def _share_storage(graph: Graph, assignment: Assignment, mode: str, device: str)
         value: Any = cast.args[0]
         if value not in grad or aliases.is_mutated(cast) or assignment.dtypes[value] == cast.args[1]:
             continue
-        key = (*_what_is_cast(cast, assignment), modes[cast], aliases.epoch(value, cast))
+        key = (*_what_is_cast(cast), modes[cast], aliases.epoch(value, cast))
         if first.setdefault(key, cast) is not cast and is_inserted(cast):
             cast.target, cast.args = again, (*cast.args, first[key])
             edits += 1
     return edits
-
-
-def _as_if(assignment: Assignment, cast: Node, value: Node) -> Callable[[Node], ValueDtype]:
-    """Return the dtypes of all values, as if the cast were the value that it casts."""
-    return lambda n: assignment.dtypes[value if n is cast else n]
 
 
 def _dtype_argument(graph: Graph, assignment: Assignment) -> int:
@@ -205,7 +187,7 @@ def _dtype_argument(graph: Graph, assignment: Assignment) -> int:
         if takes and ops.argument(reader, "dtype") is None:
             reader.kwargs = {**reader.kwargs, "dtype": cast.args[1]}
             note(reader, absorbed_cast=True)  # its result has another dtype than captured
-            edits += _read_instead(graph, reader, cast, cast.args[0])  # type: ignore[arg-type]
+            edits += _read_instead(graph, reader, cast)
     return edits
 
 
@@ -216,19 +198,19 @@ def _absorbed(graph: Graph, assignment: Assignment, takes: Callable[[Node], obje
     only reader: the sum of several readers' gradients would be rounded in another place.
     """
     dtypes, modes = assignment.dtypes, grad_modes(graph)
-    widening = [c for c in _inserted(graph) if c.target is CAST and _widens(dtypes[c.all_input_nodes[0]], dtypes[c])]
-    found = [
+    pairs = [
         (cast, reader)
-        for cast in widening
+        for cast in _inserted(graph)
+        if _widens(dtypes[cast.all_input_nodes[0]], dtypes[cast])
         for reader in cast.users
         if takes(reader) and modes[cast] == modes[reader] and sum(o.node is cast for o in ops.operands(reader)) == 1
     ]
-    if not found:
-        return found
+    if not pairs:
+        return pairs
     aliases, grad = Aliases(graph), requires_grad(graph)
     absorbed = [
         (c, r)
-        for c, r in found
+        for c, r in pairs
         if (len(c.users) == 1 or c not in grad) and not aliases.is_mutated(r) and not aliases.is_mutated(c.args[0])  # type: ignore[arg-type]
     ]
     # Of two operands of a reader one stays FP32: rather the one whose cast stays anyway, for readers that need it.
@@ -236,8 +218,9 @@ def _absorbed(graph: Graph, assignment: Assignment, takes: Callable[[Node], obje
     return sorted(absorbed, key=lambda pair: reads[pair[0]] < len(pair[0].users))
 
 
-def _read_instead(graph: Graph, reader: Node, cast: Node, value: Node) -> int:
-    reader.replace_input_with(cast, value)
+def _read_instead(graph: Graph, reader: Node, cast: Node) -> int:
+    """Let a reader of a cast read what is cast."""
+    reader.replace_input_with(cast, cast.args[0])  # type: ignore[arg-type]
     if not cast.users:
         graph.erase_node(cast)
     return 1

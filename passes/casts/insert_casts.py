@@ -6,6 +6,7 @@ After:  linear(to(x, bfloat16), to(w, bfloat16))
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,11 +19,10 @@ from .._torch import pytree
 from ..colouring import Assignment, Colouring
 from ..form import Ensures, Unit
 from ..graph.notes import CAST_OPERAND, CLAMP_OPERAND, RESTORE_OUTPUT, note, origin
-from ..graph.values import ANY, ELIGIBLE, LOW_DTYPES, ValueDtype, dtype_owner, is_floating
+from ..graph.values import ELIGIBLE, ValueDtype, dtype_owner, is_floating
 from ..ops import ops
 from ..ops.rules import row_of
 from ..runtime.casts import CAST, cast_floating, cast_weight
-from .assertions import loosen_assertions
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,10 @@ def _cast_operands(graph: Graph, node: Node, colouring: Colouring, assignment: A
         if wanted is None:
             return operand.node
         edits += 1
-        made = make_cast(graph, operand.node, wanted, node, assignment)
-        if operand.node.op == "get_attr" and made.target is CAST and _folds_by_grad(node):
-            made.target = cast_weight
-        return made
+        inserted = make_cast(graph, operand.node, wanted, node, assignment)
+        if operand.node.op == "get_attr" and inserted.target is CAST and _folds_by_grad(node):
+            inserted.target = cast_weight
+        return inserted
 
     ops.map_operands(node, cast)
     return edits
@@ -84,11 +84,12 @@ def _clamp_operands(graph: Graph, node: Node, colouring: Colouring, assignment: 
             return value
         largest = torch.finfo(colouring.operand_dtypes.get(operand.place, colouring.dtype)).max
         with graph.inserting_before(node):
-            made = graph.call_function(torch.ops.aten.clamp.default, (value, -largest, largest))
-        made.meta = origin(node) | {"val": value.meta.get("val")}
-        note(made, made_by=CLAMP_OPERAND)
-        assignment.dtypes[made], assignment.original[made] = assignment.dtypes[value], assignment.original[value]
-        return made
+            inserted = graph.call_function(torch.ops.aten.clamp.default, (value, -largest, largest))
+        inserted.meta = origin(node) | {"val": value.meta.get("val")}
+        note(inserted, made_by=CLAMP_OPERAND)
+        for dtypes in (assignment.dtypes, assignment.original):
+            dtypes[inserted] = dtypes[value]
+        return inserted
 
     if colouring.clamped:
         ops.map_operands(node, clamp)
@@ -110,27 +111,23 @@ def make_cast(
     graph: Graph, value: Node, dtype: torch.dtype, reader: Node, assignment: Assignment, rule: str = CAST_OPERAND
 ) -> Node:
     """Insert a cast of a value just before its reader."""
-    held = assignment.dtypes[value]
-    # Without inputs a value may have 64 bits when the graph runs: that is not made FP32.
-    known = isinstance(held, torch.dtype) and not (
-        assignment.symbolic and dtype not in LOW_DTYPES and value.op != "get_attr"
-    )
+    before = assignment.dtypes[value]
     with graph.inserting_before(reader):
-        made = graph.call_function(CAST if known else cast_floating, (value, dtype))
-    made.meta = origin(reader)
-    note(made, made_by=rule)
+        cast = graph.call_function(cast_floating if isinstance(before, tuple) else CAST, (value, dtype))
+    cast.meta = origin(reader)
+    note(cast, made_by=rule)
     if "val" in value.meta:
-        made.meta["val"] = value.meta["val"]
-    assignment.dtypes[made] = dtype if isinstance(held, torch.dtype) else recast(held, dtype)
-    assignment.original[made] = assignment.original[value]
-    return made
+        cast.meta["val"] = value.meta["val"]
+    assignment.dtypes[cast] = recast(before, dtype) if isinstance(before, tuple) else dtype
+    assignment.original[cast] = assignment.original[value]
+    return cast
 
 
-def recast(held: ValueDtype, dtype: torch.dtype) -> ValueDtype:
-    """Return the given dtypes after a cast."""
-    if isinstance(held, tuple):
-        return tuple(recast(h, dtype) for h in held)
-    return dtype if held in ELIGIBLE or held is ANY else held
+def recast(before: ValueDtype, dtype: torch.dtype) -> ValueDtype:
+    """Return what a cast to a dtype makes of the dtypes of a value."""
+    if isinstance(before, tuple):
+        return tuple(recast(d, dtype) for d in before)
+    return dtype if before in ELIGIBLE else before
 
 
 def _rewrite_arguments(node: Node, colouring: Colouring) -> int:
@@ -156,22 +153,32 @@ def _replace(node: Node, change: Any) -> bool:
 def _restore_outputs(graph: Graph, assignment: Assignment) -> int:
     """Before: return y: bfloat16. After: return to(y, float32), as the model does; one cast for each value."""
     output = graph.output_node()
-    made: dict[Node, Node] = {}
+    casts: dict[Node, Node] = {}
     for value in output.all_input_nodes:
-        held, returned = assignment.dtypes.get(value), assignment.returned.get(value)
-        if held == torch.complex64 and returned == torch.complex32:  # FP16 numbers, which autocast casts up
-            made[value] = make_cast(graph, value, torch.complex32, output, assignment, RESTORE_OUTPUT)
-        original = _floating(returned)
-        if is_floating(held) and original is not None and recast(held, original) != held:
-            made[value] = make_cast(graph, value, original, output, assignment, RESTORE_OUTPUT)
-            if assignment.symbolic:  # a value made from an unknown input may be complex
-                made[value].target = cast_floating
-    output.args = torch.fx.map_arg(output.args, lambda n: made.get(n, n))
-    return len(made)
+        dtype, returned = assignment.dtypes.get(value), assignment.returned.get(value)
+        floats = {d for d in pytree.tree_leaves(returned, is_leaf=lambda d: d is None) if is_floating(d)}
+        target = floats.pop() if len(floats) == 1 and is_floating(dtype) else None
+        if dtype == torch.complex64 and returned == torch.complex32:  # FP16 numbers, which autocast casts up
+            casts[value] = make_cast(graph, value, torch.complex32, output, assignment, RESTORE_OUTPUT)
+        elif target is not None and recast(dtype, target) != dtype:
+            casts[value] = make_cast(graph, value, target, output, assignment, RESTORE_OUTPUT)
+    output.args = torch.fx.map_arg(output.args, lambda n: casts.get(n, n))
+    return len(casts)
 
 
-def _floating(original: ValueDtype) -> torch.dtype | None:
-    """Return the floating dtype that a value had; FP32 if it is unknown, None if there was none or several."""
-    leaves = pytree.tree_leaves(original, is_leaf=lambda d: d is None)
-    kinds = {torch.float32 if d is ANY else d for d in leaves if d is ANY or is_floating(d)}
-    return kinds.pop() if len(kinds) == 1 else None
+def loosen_assertions(graph: Graph, recoloured: Callable[[Node], bool]) -> int:
+    """Drop the device from the exporter's assertions, since a module can be moved, and the dtype if it has changed.
+
+    Before: _assert_tensor_metadata(x, None, None, float32, device=cpu)
+    After:  _assert_tensor_metadata(x, None, None)
+    """
+    edits = 0
+    for node in graph.nodes:
+        if ops.name(node) != "_assert_tensor_metadata" or not isinstance(node.args[0], Node):
+            continue
+        before = (node.args, node.kwargs)
+        dropped = {"device"} | ({"dtype"} if recoloured(node.args[0]) else set())
+        node.args = node.args[:3] if "dtype" in dropped else node.args
+        node.kwargs = {k: v for k, v in node.kwargs.items() if k not in dropped}
+        edits += (node.args, node.kwargs) != before
+    return edits

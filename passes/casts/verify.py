@@ -1,22 +1,41 @@
-"""The checks before the first pass and after every pass. A graph that fails a check is not returned."""
+"""The checks before the first pass and after every pass. A graph that fails a check is not returned.
+
+Dtypes are recomputed as they were decided, which finds what is inconsistent. A table of laws says what is legal in a
+graph with inserted casts. The laws do not ask how a cast came about: they say where none may stand, and where one may
+not be missing.
+"""
 
 from __future__ import annotations
 
+import functools
 import warnings
-from typing import Any
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import torch
 from torch.fx import Graph, Node
 
 from ..colouring import AS_AUTOCAST, Assignment
 from ..contract.errors import VerificationError
-from ..graph.mixed import refuse_mixed
+from ..graph.aliases import Aliases, may_alias, may_write, shared_operands
+from ..graph.grad import grad_modes
 from ..graph.notes import is_inserted, note_of
-from ..graph.values import ANY, COMPLEX, Dtypes, ValueDtype, dtype_owner, is_complex, module_path, source
+from ..graph.values import (
+    ELIGIBLE,
+    LOW_DTYPES,
+    Dtypes,
+    ValueDtype,
+    dtype_owner,
+    module_path,
+    refuse_mixed,
+    source,
+)
 from ..ops import ops
-from ..ops.rules import KEEP, row_of
+from ..ops.rules import KEEP, LOW, row_of
 from ..runtime.casts import cast_floating
 from .insert_casts import recast
-from .spec import broken
 
 _REPORT = "This is a bug in fxamp; please report it."
 
@@ -24,9 +43,8 @@ _REPORT = "This is a bug in fxamp; please report it."
 def verify(graph: Graph, assignment: Assignment | None = None) -> None:
     """Check the graph's structure and, once casts are in, that every value really has the dtype it was assigned.
 
-    And that no law of `spec.py` is broken.
-
-    Dtypes are recomputed only where an operand's has changed, or the node itself was touched.
+    And that no law is broken. Dtypes are recomputed only where that of an operand has changed, or the node
+    itself was touched.
 
     Raises:
         VerificationError: names the node, its module and source line, and what was expected.
@@ -34,28 +52,16 @@ def verify(graph: Graph, assignment: Assignment | None = None) -> None:
     _verify_structure(graph)
     if assignment is None:
         return
-    held: Dtypes = {}
+    dtypes: Dtypes = {}
     for node in graph.nodes:
-        held[node] = _dtypes(node, held, assignment)
+        dtypes[node] = _dtypes(node, dtypes, assignment)
         expected = assignment.dtypes.get(node)
-        if node.op.startswith("call") and not _agree(held[node], expected):
-            raise VerificationError(f"{_name(node)} gives {held[node]}, its plan says {expected}. {_REPORT}")
-    _verify_laws(graph, assignment)
-
-
-def _verify_laws(graph: Graph, assignment: Assignment) -> None:
-    """Raise VerificationError if the graph breaks a law of the spec."""
-    found = broken(graph, assignment)
-    if found is not None:
-        node, operand, law = found
+        if node.op.startswith("call") and dtypes[node] != expected:
+            raise VerificationError(f"{_name(node)} gives {dtypes[node]}, its plan says {expected}. {_REPORT}")
+    breach = broken(graph, assignment)
+    if breach is not None:
+        node, operand, law = breach
         raise VerificationError(f"{_name(node)}, operand {operand.name}: {law.says} (law: {law.name}). {_REPORT}")
-
-
-def _agree(held: Any, expected: Any) -> bool:
-    """Say whether two dtypes agree, as far as they are known."""
-    if COMPLEX in (held, expected) and is_complex(held) and is_complex(expected):
-        return True
-    return ANY in (held, expected) or held == expected
 
 
 def _verify_structure(graph: Graph) -> None:
@@ -75,7 +81,7 @@ def _verify_structure(graph: Graph) -> None:
             raise VerificationError(f"the graph is malformed: {e}. {_REPORT}") from e
 
 
-def _dtypes(node: Node, held: Dtypes, assignment: Assignment) -> ValueDtype:
+def _dtypes(node: Node, operands: Dtypes, assignment: Assignment) -> ValueDtype:
     """Return the dtypes that a node gives, from those that its operands have."""
     if node.op == "placeholder":
         return assignment.dtypes.get(node)  # an input of a body has the dtype that its caller passes
@@ -87,23 +93,21 @@ def _dtypes(node: Node, held: Dtypes, assignment: Assignment) -> ValueDtype:
         return assignment.dtypes.get(node)  # opaque: the operands are checked where they are cast
     if node.target is cast_floating:
         value, dtype = node.args
-        return recast(held[value], dtype)  # type: ignore[index, arg-type]
+        return recast(operands[value], dtype)  # type: ignore[index, arg-type]
     sources = [dtype_owner(n) or n for n in node.all_input_nodes]
     # During capture an autocast region cast operands; a node in it that has a colour is cast by fxamp instead.
     region = colouring is not None and colouring.kind != KEEP and note_of(node).region is not None
-    as_captured = not region and all(held[n] == assignment.original.get(n) for n in sources)
+    as_captured = not region and all(operands[n] == assignment.original.get(n) for n in sources)
     if as_captured and not _is_touched(node, assignment):
         return assignment.original.get(node)
     try:
-        refuse_mixed(node, held.__getitem__)
-        return assignment.infer(node, held.__getitem__)
+        refuse_mixed(node, operands.__getitem__)
+        return assignment.infer(node, operands.__getitem__)
     except Exception as e:
         if as_captured or not _runs_as_captured(node, assignment):
             return assignment.dtypes.get(node)  # fake tensors cannot run it, whatever was changed
-        raise VerificationError(
-            f"{_name(node)} rejects its operands {[str(held[n]) for n in node.all_input_nodes]}: {type(e).__name__}: "
-            f"{e}. {_REPORT}"
-        ) from e
+        read = [str(operands[n]) for n in node.all_input_nodes]
+        raise VerificationError(f"{_name(node)} rejects its operands {read}: {type(e).__name__}: {e}. {_REPORT}") from e
 
 
 def _runs_as_captured(node: Node, assignment: Assignment) -> bool:
@@ -116,13 +120,183 @@ def _runs_as_captured(node: Node, assignment: Assignment) -> bool:
 
 
 def _is_touched(node: Node, assignment: Assignment) -> bool:
-    colouring = assignment.colours.get(node)
-    read = note_of(node).read is not None and not row_of(node).is_cast
-    told = note_of(node).absorbed_cast  # set by eliminate_casts
+    colouring, note = assignment.colours.get(node), note_of(node)
+    reads = note.read is not None and not row_of(node).is_cast
     # Casts of operands may have become the user's own cast, so that operands have their captured dtypes again.
     changed = colouring is not None and (colouring.set_dtype is not None or bool(colouring.operand_dtypes))
-    return read or is_inserted(node) or told or changed
+    return reads or is_inserted(node) or note.absorbed_cast or changed
 
 
 def _name(node: Node) -> str:
     return f"{ops.name(node) or node.op} (node {node.name}, module '{module_path(node)}', {source(node)})"
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """A graph with inserted casts; what the laws ask of it is computed once.
+
+    Attributes:
+        graph: not changed.
+        assignment: what was decided.
+    """
+
+    graph: Graph
+    assignment: Assignment
+
+    @functools.cached_property
+    def order(self) -> dict[Node, int]:
+        """The place of each node."""
+        return {node: i for i, node in enumerate(self.graph.nodes)}
+
+    @functools.cached_property
+    def grad_modes(self) -> dict[Node, tuple[bool | None, int]]:
+        """The grad mode of each node."""
+        return grad_modes(self.graph)
+
+    @functools.cached_property
+    def copies(self) -> dict[Node, Node]:
+        """Values that an inserted cast made, or that may be views of such a value, each with the cast."""
+        casts: dict[Node, Node] = {}
+        for node in self.graph.nodes:
+            if is_inserted(node):
+                casts[node] = node
+            elif node.op.startswith("call") and not casts.keys().isdisjoint(node.all_input_nodes) and may_alias(node):
+                bases = (casts[n] for n in shared_operands(node) if n in casts and not self._is_copied(n, node))
+                base = next(bases, None)
+                if base is not None:
+                    casts[node] = base
+        return casts
+
+    def _is_copied(self, value: Node, node: Node) -> bool:
+        """Say whether a node is a user cast that makes a copy of a value, as captured and as emitted."""
+        dtypes, original = self.assignment.dtypes, self.assignment.original
+        return row_of(node).is_cast and dtypes[value] != dtypes[node] and original.get(value) != original.get(node)
+
+    @functools.cached_property
+    def writes(self) -> dict[Node, list[int]]:
+        """Where each alias set of the model's values is written, or may be; by representative."""
+        times: dict[Node, list[int]] = {}
+        for node, at in self.order.items():
+            for value in may_write(node) if node.op.startswith("call") else ():
+                times.setdefault(self.aliases.find(value), []).append(at)
+        return times
+
+    @functools.cached_property
+    def aliases(self) -> Aliases:
+        """Which values share storage, if casts are none."""
+        return Aliases(self.graph)
+
+    def is_written_between(self, value: Node, first: Node, last: Node) -> bool:
+        """Say whether the storage of a value may be written after one node and before another."""
+        if not self.writes:
+            return False
+        times = self.writes.get(self.aliases.find(value), [])
+        return bisect_right(times, self.order[first]) < bisect_left(times, self.order[last])
+
+
+class Law(NamedTuple):
+    """One law.
+
+    Attributes:
+        name: what tests and errors call it.
+        broken: returns the operand of a node that breaks it, or the node itself; None where it holds.
+        says: what is wrong, as the end of a sentence about the node.
+    """
+
+    name: str
+    broken: Callable[[Emitted, Node], Node | None]
+    says: str
+
+
+def _first(nodes: Any) -> Node | None:
+    return next(iter(nodes), None)
+
+
+def _written_copy(emitted: Emitted, node: Node) -> Node | None:
+    """Illegal: add_(to(x, bf16), y), whose sum the model looks for in x."""
+    if not node.op.startswith("call") or emitted.copies.keys().isdisjoint(node.all_input_nodes):
+        return None
+    return _first(n for n in may_write(node) if n in emitted.copies)
+
+
+def _stale_copy(emitted: Emitted, node: Node) -> Node | None:
+    """Illegal: v = view(to(x, bf16)); add_(x, y); relu(v), which the model runs on the sum."""
+    copies = emitted.copies
+    return _first(
+        n
+        for n in node.all_input_nodes
+        if n in copies and emitted.is_written_between(copies[n].args[0], copies[n], node)  # type: ignore[arg-type]
+    )
+
+
+def _missing_cast(emitted: Emitted, node: Node) -> Node | None:
+    """Illegal: linear(x: f32, to(w, bf16)), decided to run in BF16. An op with a dtype argument casts by itself."""
+    colouring = emitted.assignment.colours.get(node)
+    if colouring is None or colouring.dtype not in LOW_DTYPES or colouring.kind not in (LOW, "override"):
+        return None
+    if ops.argument(node, "dtype") is not None:
+        return None
+    row, dtypes = row_of(node), emitted.assignment.dtypes
+    return _first(
+        o.node
+        for o in ops.operands(node)
+        if dtypes[o.node] in ELIGIBLE and dtypes[o.node] != colouring.dtype
+        and (o.name in row.cast_arguments if row.cast_arguments else o.name not in row.uncast)
+    )  # fmt: skip
+
+
+def _cast_statistics(emitted: Emitted, node: Node) -> Node | None:
+    """Illegal: batch_norm(x, w, b, to(mean, bf16), var, ...): the kernel takes FP32 statistics beside a low x."""
+    if not row_of(node).uncast:
+        return None
+    original = emitted.assignment.original
+    return _first(
+        o.node
+        for o in ops.operands(node)
+        if o.name in row_of(node).uncast and is_inserted(o.node) and o.node.args[1] in LOW_DTYPES
+        and original.get(o.node.args[0]) != o.node.args[1]  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def _other_grad_mode(emitted: Emitted, node: Node) -> Node | None:
+    """Illegal: a cast made under no_grad whose result is read with gradients on."""
+    modes = emitted.grad_modes  # beside them the transforms of torch.func, whose end reads what was cast inside
+    inserted = (n for n in node.all_input_nodes if is_inserted(n) and node.op != "output")
+    return _first(n for n in inserted if modes[n][0] != modes[node][0])
+
+
+def _no_float(emitted: Emitted, node: Node) -> Node | None:
+    """Illegal: to(ids: i64, bf16), to(x: f64, bf16). What is cast as it turns out at run time is legal."""
+    if not is_inserted(node):
+        return None
+    value: Any = node.args[0]
+    dtype = emitted.assignment.dtypes[value]
+    complexes = isinstance(dtype, torch.dtype) and dtype.is_complex and node.args[1].is_complex  # type: ignore[union-attr]
+    return None if dtype in ELIGIBLE or isinstance(dtype, tuple) or complexes else value
+
+
+def _unread(emitted: Emitted, node: Node) -> Node | None:
+    """Illegal: a cast whose last reader now reads something else."""
+    return node if is_inserted(node) and not node.users else None
+
+
+LAWS = (
+    Law("written copy", _written_copy, "may write to it, but it is a cast, or a view of one: the write is lost"),
+    Law("stale copy", _stale_copy, "reads it after a write to what was cast: the write is not seen"),
+    Law("missing cast", _missing_cast, "runs in 16 bits, and its rule casts this operand, which has another dtype"),
+    Law("cast statistics", _cast_statistics, "has a rule that never casts this operand to 16 bits"),
+    Law("other grad mode", _other_grad_mode, "reads a cast that was made in another grad mode"),
+    Law("no float", _no_float, "casts a value that autocast never casts"),
+    Law("unread", _unread, "is a cast that nothing reads"),
+)  # fmt: skip
+
+
+def broken(graph: Graph, assignment: Assignment) -> tuple[Node, Node, Law] | None:
+    """Return the first node that breaks a law, the operand it breaks it by, and the law; None if there is none."""
+    emitted = Emitted(graph, assignment)
+    for node in graph.nodes:
+        for law in LAWS:
+            operand = law.broken(emitted, node)
+            if operand is not None:
+                return node, operand, law
+    return None

@@ -26,11 +26,11 @@ class Level(str, enum.Enum):
 
     def __new__(cls, name: str, facts: str = "") -> Level:
         """Make a level from its name and the names of the attributes that are True."""
-        made = str.__new__(cls, name)
-        made._value_ = name
+        member = str.__new__(cls, name)
+        member._value_ = name
         for fact in cls.__annotations__:
-            setattr(made, fact, fact in facts.split())
-        return made
+            setattr(member, fact, fact in facts.split())
+        return member
 
     O0 = "O0"
     O1 = "O1", "rounds is_autocasts"

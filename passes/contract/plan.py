@@ -281,7 +281,7 @@ class Plan:
         """
         data = asdict(self) | {"policy": str(self.policy)}
         text = json.dumps(data, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
-        return _SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+        return _SURROGATE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
     @classmethod
     def from_json(cls, text: str, *, name: str = "plan", newer: bool = False) -> Plan:

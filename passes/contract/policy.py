@@ -122,14 +122,14 @@ class Policy:
         values = {
             "level": Level(_choice("level", level, LEVELS)),
             "dtype": _dtype(dtype),
-            "device": _device(device),
+            # Lists and facts are those of a device type; which of several devices it is does not matter.
+            "device": None if device is None else _choice("device", re.sub(r":\d+$", "", str(device)), tuple(DEVICES)),
             "modules": _pairs("modules", modules),
             "ops": _pairs("ops", ops),
-            "output_dtype": _choice("output_dtype", output_dtype, CHOICES["output_dtype"]),
-            "cost": _choice("cost", cost, CHOICES["cost"]),
-            "unknown_ops": _choice("unknown_ops", unknown_ops, CHOICES["unknown_ops"]),
             "share_casts": None if share_casts is None else _choice("share_casts", share_casts, CHOICES["share_casts"]),
         }
+        chosen = {"output_dtype": output_dtype, "cost": cost, "unknown_ops": unknown_ops}
+        values |= {name: _choice(name, value, CHOICES[name]) for name, value in chosen.items()}
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -205,14 +205,14 @@ class Policy:
 
     def __str__(self) -> str:
         """Write the string form that `parse` reads; settings at their default are left out."""
-        default = Policy()
-        parts = [str(self.level)]
+        default, parts = Policy(), [str(self.level)]
+        short = {dtype: name for name, dtype in DTYPES.items()}
         for field in fields(self)[1:]:
             value = getattr(self, field.name)
             if field.name in ("modules", "ops"):
                 parts += [f"{field.name}.{key}={colour}" for key, colour in value]
             elif value != getattr(default, field.name):
-                parts.append(f"{field.name}={_dtype_name(value) if field.name == 'dtype' else value}")
+                parts.append(f"{field.name}={short.get(value, value)}")
         return ",".join(parts)
 
 
@@ -277,19 +277,19 @@ def policy_of_part(policy: Policy, path: str, part: nn.Module) -> Policy:
     depth, types = path.count(".") + 1, type_names(type(part))
     cover = module_override(policy, [(path, types)])
     covered = cover is not None and cover.kind == "path"  # a path wins over the types inside it
-    kept: dict[str, str] = {}
+    modules: dict[str, str] = {}
     for key, colour in policy.modules:
         head, rest = (".".join(segments) for segments in (key.split(".")[:depth], key.split(".")[depth:]))
         inside = rest if rest and _glob(head).fullmatch(path) else "" if covered else key
-        found = Policy(modules={inside: colour}) if inside else None
-        if found and any(module_override(found, [(p, type_names(type(m)))]) for p, m in part.named_modules()):
-            kept[inside] = colour
+        alone = Policy(modules={inside: colour}) if inside else None
+        if alone and any(module_override(alone, [(p, type_names(type(m)))]) for p, m in part.named_modules()):
+            modules[inside] = colour
     if cover is not None and covered:
-        kept[types[0]] = cover.colour
+        modules[types[0]] = cover.colour
     ops = {key.removeprefix(path).removeprefix("."): c for key, c in policy.ops
            if "#" not in key or key.startswith((f"{path}.", f"{path}/"))}  # fmt: skip
     outputs = "autocast" if policy.output_dtype == "original" else policy.output_dtype
-    return replace(policy, modules=tuple(kept.items()), ops=tuple(ops.items()), output_dtype=outputs)
+    return replace(policy, modules=tuple(modules.items()), ops=tuple(ops.items()), output_dtype=outputs)
 
 
 def check_used(policy: Policy, stacks: Iterable[Stack], ops: Iterable[str]) -> None:
@@ -301,26 +301,15 @@ def check_used(policy: Policy, stacks: Iterable[Stack], ops: Iterable[str]) -> N
         ops: Canonical names of the ops of the model, and the keys of its nodes.
     """
     stacks, ops = list(stacks), set(ops)
-    matched = {override for stack in stacks for _, override in _matches(policy, stack)}
-    matched |= {override for op in ops if (override := op_override(policy, op))}
-    left = unused(policy, matched)
-    if not left:
-        return
-    override = left[0]
-    if override.kind == "op":
-        raise PolicyError(f"{override} matches no op of this model{nearest(override.key, ops)}")
-    names = {name for stack in stacks for path, types in stack for name in (path, *map(_public_name, types))}
-    raise PolicyError(f"{override} matches no module of this model{nearest(override.key, names - {''})}")
-
-
-def unused(policy: Policy, matched: Iterable[Override]) -> tuple[Override, ...]:
-    """List the overrides that are not among `matched`; module keys come back as paths."""
-    modules = {override.key for override in matched if override.kind != "op"}
-    ops = {override.key for override in matched if override.kind == "op"}
-    return (
-        *(Override("path", key, colour) for key, colour in policy.modules if key not in modules),
-        *(Override("op", key, colour) for key, colour in policy.ops if key not in ops),
-    )
+    matched = {override.key for stack in stacks for _, override in _matches(policy, stack)}
+    for key, colour in policy.modules:
+        if key not in matched:
+            names = {name for stack in stacks for path, types in stack for name in (path, *map(_public_name, types))}
+            unmatched = Override("path", key, colour)
+            raise PolicyError(f"{unmatched} matches no module of this model{nearest(key, names - {''})}")
+    for key, colour in policy.ops:
+        if key not in ops:
+            raise PolicyError(f"{Override('op', key, colour)} matches no op of this model{nearest(key, ops)}")
 
 
 def type_names(kind: type | str) -> tuple[str, ...]:
@@ -334,8 +323,8 @@ def nearest(name: str, candidates: Iterable[str]) -> str:
     """Write the end of an error message that points to the candidate most like `name`; empty where none is like it."""
     # Sorted: the first of equally good candidates wins, and a set has no fixed order.
     ordered = sorted(candidates)
-    found = [c for c in ordered if c == _MEANT.get(name)] or difflib.get_close_matches(name, ordered, 1, _LIKE)
-    return f"; the nearest name is {found[0]!r}" if found else ""
+    close = [c for c in ordered if c == _MEANT.get(name)] or difflib.get_close_matches(name, ordered, 1, _LIKE)
+    return f"; the nearest name is {close[0]!r}" if close else ""
 
 
 def _instead_of_level(text: str, level: str) -> str:
@@ -383,8 +372,8 @@ def _glob(key: str) -> re.Pattern[str]:
         if not rest:
             return first
         *middle, last = rest
-        found = "".join(f"(?=(?P<g{n}>[^.]*?{part}))(?P=g{n})" for part, n in zip(middle, groups, strict=False))
-        return rf"{first}{found}[^.]*{last}(?![^.])"
+        between = "".join(f"(?=(?P<g{n}>[^.]*?{part}))(?P=g{n})" for part, n in zip(middle, groups, strict=False))
+        return rf"{first}{between}[^.]*{last}(?![^.])"
 
     return re.compile(r"\.".join(map(segment, key.split("."))) + r"(\..*)?")
 
@@ -407,7 +396,8 @@ def _pairs(field: str, overrides: ModuleOverrides | OpOverrides) -> Pairs:
         raise PolicyError(f"{field} must map names to 'low', 'fp32' or 'keep', got {overrides!r}") from error
     for key, value in pairs:
         name = _key(field, key)
-        colour = _colour(f"{field}.{name}", value)
+        is_fp32 = value is torch.float32 or value in _FP32_SPELLINGS
+        colour = "fp32" if is_fp32 else _choice(f"{field}.{name}", value, COLOURS)
         if colours.setdefault(name, colour) != colour:
             raise PolicyError(f"{field}.{name} is given twice, as {colours[name]!r} and as {colour!r}; keep one")
     return tuple(sorted(colours.items()))
@@ -427,12 +417,6 @@ def _key(field: str, key: object) -> str:
     return _public_name(key.strip())
 
 
-def _colour(name: str, value: object) -> str:
-    if value is torch.float32 or value in _FP32_SPELLINGS:
-        return "fp32"
-    return _choice(name, value, COLOURS)
-
-
 def _dtype(value: object) -> torch.dtype | None:
     if value is None or value in (torch.float16, torch.bfloat16):
         return value
@@ -443,17 +427,6 @@ def _dtype(value: object) -> torch.dtype | None:
         f"dtype {spelling!r} is not a low dtype; legal: fp16, bf16 (torch.float16, torch.bfloat16)"
         + nearest(spelling, _DTYPE_SPELLINGS)
     )
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return next(name for name, value in DTYPES.items() if value == dtype)
-
-
-def _device(value: object) -> str | None:
-    if value is None:
-        return None
-    # Lists and facts are those of a device type; which of several devices it is does not matter.
-    return _choice("device", re.sub(r":\d+$", "", str(value)), tuple(DEVICES))
 
 
 def _choice(name: str, value: object, legal: Sequence[str], more: str = "") -> str:

@@ -13,9 +13,9 @@ class Code(str, enum.Enum):
 
     def __new__(cls, value: str, meaning: str) -> Code:
         """Make a member that is equal to its text."""
-        made = str.__new__(cls, value)
-        made._value_, made.meaning = value, meaning
-        return made
+        member = str.__new__(cls, value)
+        member._value_, member.meaning = value, meaning
+        return member
 
     __str__ = str.__str__
 

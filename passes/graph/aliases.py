@@ -53,29 +53,22 @@ def may_write(node: Node) -> list[Node]:
 
 def mutated_operands(node: Node) -> list[Node]:
     """Return the operands that a node is known to write to."""
-    written = _written(node)
-    return [o.node for o in ops.operands(node) if o.name in written] if written else []
-
-
-def _written(node: Node) -> set[str]:
-    """Return the names of the arguments that a call writes to."""
     name = ops.name(node)
     if not name:
-        return set()
+        return []
     written = {"out"} if "out" in node.kwargs else set()
     written |= {f"arg{len(node.args) + i}" for i in note_of(node).writes or ()}
     for schema in _schemas(node.target):
-        writes = [
-            (i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write
-        ]
-        written |= {name for i, given in writes for name in (given, f"arg{i}")}  # a packet's operands have no names
+        for i, a in enumerate(schema.arguments):
+            if a.alias_info is not None and a.alias_info.is_write:
+                written |= {a.name, f"arg{i}"}  # a packet's operands have no names
     if is_in_place(name) and not isinstance(node.target, OpOverload):
         written |= {o.name for o in list(ops.operands(node))[:1]}
     if row_named(name).writes:
         argument, default, unless, *also = row_named(name).writes
         if ops.argument(node, argument, default) is not unless:
             written.update(also)
-    return written
+    return [o.node for o in ops.operands(node) if o.name in written] if written else []
 
 
 def _schemas(target: Any) -> list[Any]:
@@ -103,7 +96,7 @@ class Aliases:
 
     def __init__(self, graph: Graph) -> None:
         self._order = {n: i for i, n in enumerate(graph.nodes)}
-        calls = [(i, node) for node, i in self._order.items() if _is_call(node)]
+        calls = [(i, node) for node, i in self._order.items() if node.op.startswith("call")]
         written = [(i, n) for i, node in calls for n in mutated_operands(node)]
         unknown = [(i, n) for i, node in calls if is_opaque(node) for n in node.all_input_nodes]
         writes = sorted(written + unknown, key=lambda w: w[0])
@@ -123,7 +116,7 @@ class Aliases:
         for node, when in self._order.items():
             if node.op == "get_attr":
                 self._union(attributes.setdefault(node.target, node), node)
-            if _is_call(node) and may_alias(node) and last.get(node, when) >= when:
+            if node.op.startswith("call") and may_alias(node) and last.get(node, when) >= when:
                 for value in shared_operands(node):
                     self._union(value, node)
 
@@ -164,12 +157,7 @@ def shared_operands(node: Node) -> list[Node]:
         return [o.node for o in operands if o.name == "out"]
     schema = ops.schema_of(node)
     if schema is not None and any(r.alias_info is not None for r in schema.returns):
-        said = {a.name for a in schema.arguments if a.alias_info is not None}
-        shared = [o.node for o in operands if o.name in said]
-        if shared:
+        marked = {a.name for a in schema.arguments if a.alias_info is not None}
+        if shared := [o.node for o in operands if o.name in marked]:
             return shared
     return [o.node for o in operands if o.name == operands[0].name or row_of(node).may_alias == "all"]
-
-
-def _is_call(node: Node) -> bool:
-    return node.op.startswith("call")

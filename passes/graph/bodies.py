@@ -50,10 +50,10 @@ class Body:
 
     def dtypes(self, dtypes: Dtypes) -> ValueDtype:
         """Return the dtypes of what the body returns, in the form of the call's results."""
-        made: Any = self.graph.output_node().args[0]
-        if isinstance(made, Node):
-            return dtypes.get(made)
-        return tuple(dtypes.get(o) if isinstance(o, Node) else None for o in made)
+        results: Any = self.graph.output_node().args[0]
+        if isinstance(results, Node):
+            return dtypes.get(results)
+        return tuple(dtypes.get(o) if isinstance(o, Node) else None for o in results)
 
     def bodies(self) -> dict[Node, list[Body]]:
         """Return the bodies inside this one."""
@@ -84,42 +84,35 @@ class Border:
 
 def bodies_of(graph: Graph, attribute: Callable[[str], Any]) -> dict[Node, list[Body]]:
     """Return the bodies of the higher-order ops of a graph that the compiler rewrites."""
-    found: dict[Node, list[Body]] = {}
+    bodies: dict[Node, list[Body]] = {}
     for node in graph.nodes:
         row = row_of(node)
-        if not row.bodies:
-            continue
-        held = [a for a in pytree.tree_leaves((node.args, node.kwargs)) if _is_body(a, attribute)]
-        modules = [attribute(str(a.target)) for a in held]
+        leaves = pytree.tree_leaves((node.args, node.kwargs)) if row.bodies else []
+        read = [a for a in leaves if isinstance(a, Node) and a.op == "get_attr"]
+        modules = {a: m for a in read if isinstance(m := attribute(str(a.target)), GraphModule)}
         if not modules:
             continue
-        first = row.operands_at if _is_entered(node, row, held, modules) else None
-        if not any(_writes(m.graph) for m in modules):
+        first = row.operands_at if _is_entered(node, row, modules) else None
+        if not any(_writes_or_returns_input(m.graph) for m in modules.values()):
             note(node, pure=True)  # neither an alias nor a write: see `aliases.is_opaque`
-        found[node] = [Body(m, first) for m in modules]
-    return found
+        bodies[node] = [Body(modules[a], first) for a in read if a in modules]
+    return bodies
 
 
 def all_graphs(graph: Graph, bodies: dict[Node, list[Body]]) -> list[Graph]:
     """Return a graph and all graphs inside it, at any depth."""
-    inside = [b for held in bodies.values() for b in held]
-    return [graph, *(g for b in inside for g in all_graphs(b.graph, b.bodies()))]
+    return [graph, *(g for inside in bodies.values() for b in inside for g in all_graphs(b.graph, b.bodies()))]
 
 
-def _is_body(arg: Any, attribute: Callable[[str], Any]) -> bool:
-    return isinstance(arg, Node) and arg.op == "get_attr" and isinstance(attribute(str(arg.target)), GraphModule)
-
-
-def _is_entered(node: Node, row: Rule, held: list[Node], modules: list[GraphModule]) -> bool:
+def _is_entered(node: Node, row: Rule, modules: dict[Node, GraphModule]) -> bool:
     """Say whether a body can be entered: it is the call's only body, used only here, and gets every input."""
-    if row.bodies != "entered" or len(held) != 1 or node.args[0] is not held[0]:
+    (body, module), *others = modules.items()
+    if row.bodies != "entered" or others or node.args[0] is not body:
         return False
-    readers = sum(len(n.users) for n in node.graph.nodes if n.op == "get_attr" and n.target == held[0].target)
-    placeholders = sum(n.op == "placeholder" for n in modules[0].graph.nodes)
-    return readers == 1 and placeholders == len(node.args) - row.operands_at
+    readers = sum(len(n.users) for n in node.graph.find_nodes(op="get_attr") if n.target == body.target)
+    return readers == 1 and len(module.graph.find_nodes(op="placeholder")) == len(node.args) - row.operands_at
 
 
-def _writes(graph: Graph) -> bool:
-    """Say whether a body writes to a value, or returns one of its inputs."""
+def _writes_or_returns_input(graph: Graph) -> bool:
     outputs: Any = graph.output_node().all_input_nodes
     return any(mutated_operands(n) for n in graph.nodes) or any(n.op == "placeholder" for n in outputs)

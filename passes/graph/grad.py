@@ -1,14 +1,24 @@
-"""Where gradients flow: the grad mode of each call, and the values that a trainable parameter reaches."""
+"""Where gradients flow: the grad mode of each call, and the values that a trainable parameter reaches.
+
+And which ops may read one cast of a value, or one storage of several casts, as the policy shares casts. Readers of one
+cast have their gradients summed in its dtype. Readers of casts that share a storage have them cast one by one, and
+summed in the dtype of the value, as if each had a copy of its own.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.fx import Graph, Node
 
-from .._torch import SET_GRAD
+from .._torch import SET_GRAD, enter_autocast, exit_autocast
+from ..contract.devices import DEVICES
 from ..runtime.regions import grad_mode
-from .notes import note_of
+from .notes import is_parameter, note_of
+from .values import concrete_size
+
+SWITCHES = (grad_mode, SET_GRAD, enter_autocast, exit_autocast)  # what switches a mode
 
 
 def grad_modes(graph: Graph) -> dict[Node, tuple[bool | None, int]]:
@@ -18,14 +28,13 @@ def grad_modes(graph: Graph) -> dict[Node, tuple[bool | None, int]]:
     """
     mode: bool | None = None
     transforms = 0
-    asked: dict[Node, bool | None] = {}
+    before: dict[Any, bool | None] = {}  # what a call of `grad_mode` gave
     out: dict[Node, tuple[bool | None, int]] = {}
     for node in graph.nodes:
-        if node.op == "call_function" and node.target is grad_mode:
-            asked[node] = mode
-        elif node.op == "call_function" and node.target is SET_GRAD:
-            wanted: Any = node.args[0]
-            mode = asked.get(wanted) if isinstance(wanted, Node) else bool(wanted)
+        if node.target is grad_mode:
+            before[node] = mode
+        elif node.target is SET_GRAD:
+            mode = before.get(node.args[0]) if isinstance(node.args[0], Node) else bool(node.args[0])
         transforms += "functorch" in (getattr(node.target, "__module__", None) or "")
         out[node] = mode, transforms
     return out
@@ -46,3 +55,31 @@ def requires_grad(graph: Graph) -> frozenset[Node]:
         elif modes[node][0] is not False and (node.op == "call_module" or any(n in out for n in node.all_input_nodes)):
             out.add(node)
     return frozenset(out)
+
+
+def shares_cast(mode: str, value: Node, by_rule_low: bool, grad: frozenset[Node]) -> bool:
+    """Say whether an op may read a cast of a value that another op reads.
+
+    Args:
+        mode: "always"; "weights" for parameters only; "never"; "storage" where autocast does so, or no gradient flows.
+        value: what is cast.
+        by_rule_low: the reader is low by its rule: for such ops autocast keeps the low copies of leaves.
+        grad: the values that gradients flow through.
+    """
+    if mode == "storage":
+        return value not in grad or (by_rule_low and is_leaf(value))
+    return mode == "always" or (mode == "weights" and is_parameter(value))
+
+
+def shares_storage(mode: str, value: Node, device: str) -> bool:
+    """Say whether casts of a value that need a node of autograd each share one storage, which pays for large values."""
+    least, tensor = DEVICES[device].shares_storage_from, value.meta.get("val")
+    if mode != "storage" or least is None or not isinstance(tensor, torch.Tensor):
+        return False
+    return bool(concrete_size(tensor.numel()) >= least)
+
+
+def is_leaf(value: Node) -> bool:
+    """Say whether a value is a leaf of autograd, such as a parameter."""
+    tensor = value.meta.get("val")
+    return is_parameter(value) or (value.op == "placeholder" and isinstance(tensor, torch.Tensor) and tensor.is_leaf)

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 
 from torch.fx import Graph, Node
 
-from ..ops import ops
 from ..ops.rules import row_of
 
 _LONGEST = 64  # maximum number of nodes to search; no norm has as many
@@ -24,11 +23,11 @@ _LONGEST = 64  # maximum number of nodes to search; no norm has as many
 def islands(graph: Graph) -> frozenset[Node]:
     """Return the nodes of all islands: norms written by hand, which run in FP32 as a whole."""
     order = {n: i for i, n in enumerate(graph.nodes)}
-    found: set[Node] = set()
+    inside: set[Node] = set()
     for node in graph.nodes:
         for value, divisor in _quotients(node):
-            found |= _island(order, node, value, divisor)
-    return frozenset(found)
+            inside |= _island(order, node, value, divisor)
+    return frozenset(inside)
 
 
 def _quotients(node: Node) -> Iterator[tuple[Node, Node]]:
@@ -46,8 +45,7 @@ def _quotients(node: Node) -> Iterator[tuple[Node, Node]]:
 
 def _is(node: Node, *parts: str) -> bool:
     """Say whether a call may be one of these parts of a norm."""
-    found = row_of(node).in_norm
-    return any(part in found for part in parts)
+    return not {*parts}.isdisjoint(row_of(node).in_norm)
 
 
 def _inverts(node: Node, end: Node) -> bool:
@@ -56,9 +54,9 @@ def _inverts(node: Node, end: Node) -> bool:
         node = node.all_input_nodes[0]  # its one tensor, which may follow a number
     if _is(end, "difference"):
         return _is(node, "logarithm")
-    exponent = node.args[1] if ops.name(node) == "pow" else 0
     if _is(node, "quotient"):
         return not isinstance(node.args[0], Node)
+    exponent = node.args[1] if _is(node, "power") else 0
     return _is(node, "reciprocal") or (isinstance(exponent, (int, float)) and exponent < 0)
 
 

@@ -17,24 +17,23 @@ import torch
 from torch.fx import Node
 
 from ..ops import ops
-from ..ops.rules import row_named
+from ..ops.rules import Rule
 
 FP32_MAX = torch.finfo(torch.float32).max
 
 
 def numbers(node: Node) -> Iterator[float]:
     """Yield the finite numbers that a call combines with values: floats, and integers given as a Scalar."""
-    scalars = _scalar_arguments(ops.schema_of(node)) if node.op.startswith("call") else frozenset()
+    schema = ops.schema_of(node) if node.op.startswith("call") else None
+    kinds = ("number", "Scalar", "Optional[number]", "Tensor")  # a number given as a tensor is combined with values too
+    scalars = {a.name for a in schema.arguments if str(a.type) in kinds} if schema is not None else set()
     names = ops.names_of(node)
-    placed = [(names[i] if i < len(names) else "", a) for i, a in enumerate(node.args)]
-    given = (*placed, *node.kwargs.items())
-    left = [(n, d) for n, d in _defaults(node.target) if n not in dict(given)] if node.op == "call_function" else []
-    for name, arg in (*given, *left):
+    arguments = [(names[i] if i < len(names) else "", a) for i, a in enumerate(node.args)] + [*node.kwargs.items()]
+    defaults = _defaults(node.target) if node.op == "call_function" else ()
+    for name, arg in (*arguments, *((n, d) for n, d in defaults if n not in dict(arguments))):
         for item in arg if isinstance(arg, (list, tuple)) else (arg,):
-            counts = isinstance(item, float) or (
-                isinstance(item, int) and not isinstance(item, bool) and name in scalars
-            )
-            if counts and math.isfinite(item):
+            whole = isinstance(item, int) and not isinstance(item, bool) and name in scalars
+            if (whole or isinstance(item, float)) and math.isfinite(item):
                 yield item
 
 
@@ -47,44 +46,29 @@ def _defaults(target: Any) -> tuple[tuple[str, float], ...]:
     return tuple((p.name, p.default) for p in parameters if isinstance(p.default, float))
 
 
-def _scalar_arguments(schema: Any) -> frozenset[str]:
-    """Return the arguments of an overload that are combined with values; a number given as a tensor counts too."""
-    kinds = ("number", "Scalar", "Optional[number]", "Tensor")
-    return frozenset(a.name for a in schema.arguments if str(a.type) in kinds) if schema is not None else frozenset()
-
-
 def is_extreme(number: float, low: torch.dtype) -> bool:
     """Say whether a number is out of the low dtype's range; infinity counts as in range."""
     return math.isfinite(number) and abs(number) > torch.finfo(low).max
 
 
-def is_tiny(number: float, low: torch.dtype) -> bool:
-    """Say whether a number is nearer to zero than the smallest nonzero number of the low dtype."""
-    info = torch.finfo(low)
-    return 0 < abs(number) < info.smallest_normal * info.eps
-
-
-def has_tiny(name: str, found: Iterable[float], low: torch.dtype) -> bool:
+def has_tiny(row: Rule, literals: Iterable[float], low: torch.dtype) -> bool:
     """Say whether an op combines a value with a number that is too fine for the low dtype.
 
     These are numbers that it rounds to zero, and bounds that it rounds to one, after which logarithms are infinite.
     """
-    if row_named(name).holds_eps:
+    if row.holds_eps:
         return False
-    limits, found = row_named(name).limits, list(found)
-    bounds = found if limits == "bounds" else [1 - x for x in found] if limits == "from_one" else []
-    return any(is_tiny(x, low) for x in found) or any(_becomes_one(x, low) for x in bounds)
+    info, values = torch.finfo(low), list(literals)
+    bounds = values if row.limits == "bounds" else [1 - x for x in values] if row.limits == "from_one" else []
+    if any(0 < abs(x) < info.smallest_normal * info.eps for x in values):
+        return True
+    return any(abs(x) != 1 and abs(torch.tensor(x, dtype=low).item()) == 1 for x in bounds)
 
 
-def _becomes_one(number: float, low: torch.dtype) -> bool:
-    """Say whether a number that is not one or minus one is rounded to one of these."""
-    return abs(number) != 1 and abs(torch.tensor(number, dtype=low).item()) == 1
-
-
-def mend(found: Iterable[float], low: torch.dtype) -> tuple[tuple[float, float], ...] | None:
+def mend(values: Iterable[float], low: torch.dtype) -> tuple[tuple[float, float], ...] | None:
     """Return (old, new) for each number that has to be replaced; None if one has no counterpart in the low dtype."""
     out = []
-    for x in found:
+    for x in values:
         if not is_extreme(x, low):
             continue
         if abs(x) != FP32_MAX:

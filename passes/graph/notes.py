@@ -76,8 +76,7 @@ _NOTHING = Note()
 
 def note_of(node: Node) -> Note:
     """Return the notes on a node."""
-    found: Note = node.meta.get(NOTE, _NOTHING)
-    return found
+    return node.meta.get(NOTE, _NOTHING)  # type: ignore[no-any-return]
 
 
 def note(node: Node, **changes: Any) -> None:
@@ -105,8 +104,8 @@ def note_buffer(node: Node, value: Tensor) -> None:
 
 def is_parameter(value: Node) -> bool:
     """Say whether a value is held by a module, and is no buffer."""
-    held = note_of(value)
-    return held.role != "buffer" and (value.op == "get_attr" or held.role == "parameter")
+    role = note_of(value).role
+    return role != "buffer" and (value.op == "get_attr" or role == "parameter")
 
 
 def region_on(node: Node, device: str) -> Region | None:
@@ -125,10 +124,12 @@ def is_inserted(node: Node) -> bool:
 
 def origin(node: Node) -> dict[str, Any]:
     """Return the part of a node's meta that says where it comes from."""
-    kept = {k: node.meta[k] for k in ("nn_module_stack", "stack_trace") if k in node.meta}
-    found = note_of(node)
-    inherited = Note(region=found.region, fused=found.fused)
-    return kept | ({NOTE: inherited} if inherited != _NOTHING else {})
+    inherited = Note(region=note_of(node).region, fused=note_of(node).fused)
+    return _places(node.meta) | ({NOTE: inherited} if inherited != _NOTHING else {})
+
+
+def _places(meta: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: meta[k] for k in ("nn_module_stack", "stack_trace") if k in meta}
 
 
 def move_to(node: Node, other: Node) -> None:
@@ -144,14 +145,12 @@ def move_to(node: Node, other: Node) -> None:
 
 def saved(node: Node) -> dict[str, Any]:
     """Return what a saved module keeps of a node's meta."""
-    found = note_of(node)
-    kept = {k: node.meta[k] for k in ("nn_module_stack", "stack_trace") if k in node.meta}
-    return kept | {k: v for k, v in (("made_by", found.made_by), ("leaf", found.leaf)) if v}
+    words = {"made_by": note_of(node).made_by, "leaf": note_of(node).leaf}
+    return _places(node.meta) | {k: v for k, v in words.items() if v}
 
 
-def loaded(kept: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the meta of what `saved` kept, or a version before it, which had `fxamp` and `leaf_type`."""
-    meta = {k: kept[k] for k in ("nn_module_stack", "stack_trace") if k in kept}
-    made_by = kept.get("made_by") or (CAST_OPERAND if kept.get("fxamp") == "cast" else "")
-    found = Note(made_by=made_by, leaf=kept.get("leaf") or kept.get("leaf_type") or "")
-    return meta if found == _NOTHING else meta | {NOTE: found}
+def loaded(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the meta of what `saved` gave, or a version before it, which had `fxamp` and `leaf_type`."""
+    made_by = data.get("made_by") or (CAST_OPERAND if data.get("fxamp") == "cast" else "")
+    old = Note(made_by=made_by, leaf=data.get("leaf") or data.get("leaf_type") or "")
+    return _places(data) | ({NOTE: old} if old != _NOTHING else {})

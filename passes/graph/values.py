@@ -6,7 +6,6 @@ Analyses only; nothing here changes a graph. What values alias is in `aliases.py
 from __future__ import annotations
 
 import contextlib
-import operator
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -32,22 +31,9 @@ _FRAME = re.compile(r'File "(.*)", line (\d+)')
 _TORCH = os.path.dirname(torch.__file__).replace("\\", "/") + "/"
 
 
-class Unknown:
-    """A dtype that is not, or only partly, known."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __repr__(self) -> str:
-        return self.name
-
-
 # The dtype of a value: that of a tensor, one for each item of a container, None for what is no tensor.
-ValueDtype: TypeAlias = "torch.dtype | Unknown | tuple[ValueDtype, ...] | None"
+ValueDtype: TypeAlias = "torch.dtype | tuple[ValueDtype, ...] | None"
 Dtypes: TypeAlias = dict[Node, ValueDtype]
-
-ANY = Unknown("any")  # nothing is known, as of an input of a model captured without inputs
-COMPLEX = Unknown("complex")  # complex of 32 to 128 bits, made from such a value
 
 
 # Where a node comes from.
@@ -67,15 +53,13 @@ def module_stack(node: Node) -> list[tuple[str, str]]:
 
 def module_types(graph: Graph) -> dict[Node, list[tuple[str, tuple[str, ...]]]]:
     """Return the modules that every call was made in, outermost first: (path, names of its class and their bases)."""
-    calls = [n for n in graph.nodes if n.op.startswith("call")]
-    return {n: [(path, type_names(_type(t))) for path, t in module_stack(n)] for n in calls}
 
+    def names(name: str) -> tuple[str, ...]:
+        module, _, attribute = name.rpartition(".")
+        kind = getattr(torch.nn, attribute, None) if module.startswith("torch.nn") else None
+        return type_names(kind if isinstance(kind, type) else name)  # of a class of torch.nn the bases match too
 
-def _type(name: str) -> type | str:
-    """Return the class of torch.nn of this name, so that its bases match too; else the name."""
-    module, _, attribute = name.rpartition(".")
-    found = getattr(torch.nn, attribute, None) if module.startswith("torch.nn") else None
-    return found if isinstance(found, type) else name
+    return {n: [(p, names(t)) for p, t in module_stack(n)] for n in graph.nodes if n.op.startswith("call")}
 
 
 def frames(node: Node) -> list[tuple[str, int, str]]:
@@ -83,17 +67,16 @@ def frames(node: Node) -> list[tuple[str, int, str]]:
     lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
     out = []
     for i, line in enumerate(lines):
-        found = _FRAME.match(line)
-        if found:
+        if match := _FRAME.match(line):
             code = lines[i + 1] if i + 1 < len(lines) and not _FRAME.match(lines[i + 1]) else ""
-            out.append((found[1].replace("\\", "/"), int(found[2]), code))
+            out.append((match[1].replace("\\", "/"), int(match[2]), code))
     return out
 
 
 def own_frame(node: Node) -> tuple[str, int, str] | None:
     """Return the innermost frame outside torch, that of the user; else the innermost."""
-    found = frames(node)
-    return next((f for f in reversed(found) if not f[0].startswith(_TORCH)), found[-1] if found else None)
+    calls = frames(node)
+    return next((f for f in reversed(calls) if not f[0].startswith(_TORCH)), calls[-1] if calls else None)
 
 
 def source(node: Node) -> str:
@@ -126,6 +109,14 @@ def dtypes_of(value: Any) -> ValueDtype:
     return None
 
 
+def original_dtypes(graph: Graph, attribute: Callable[[str], Any]) -> Dtypes:
+    """Return the dtype of every value of a graph as captured; `attribute` resolves the target of a get_attr."""
+    return {
+        n: dtypes_of(n.meta["val"] if "val" in n.meta else attribute(str(n.target)) if n.op == "get_attr" else None)
+        for n in graph.nodes
+    }
+
+
 def retyped(value: Any, dtype: ValueDtype) -> Any:
     """Return a fake value in the dtype that it now has; a container item by item."""
     if isinstance(value, (tuple, list)) and isinstance(dtype, tuple) and len(value) == len(dtype):
@@ -143,16 +134,6 @@ def is_floating(dtype: ValueDtype) -> bool:
     return isinstance(dtype, torch.dtype) and dtype.is_floating_point
 
 
-def is_known(dtype: ValueDtype) -> bool:
-    """Say whether every part of a dtype is known; a list of unknown length, written as one element, counts as known."""
-    return all(map(is_known, dtype)) if isinstance(dtype, tuple) else not isinstance(dtype, Unknown)
-
-
-def is_complex(dtype: ValueDtype) -> bool:
-    """Say whether this is a complex dtype."""
-    return dtype is COMPLEX or (isinstance(dtype, torch.dtype) and dtype.is_complex)
-
-
 def first_float(dtype: ValueDtype) -> torch.dtype | None:
     """Return the dtype if it is floating, or the first floating one of a container; else None."""
     if isinstance(dtype, tuple):
@@ -167,17 +148,33 @@ class Infer(Protocol):
         """Return the dtypes of the result when the operands have the given dtypes."""
 
 
+def refuse_mixed(node: Node, dtype_of: Callable[[Node], Any]) -> None:
+    """Raise TypeError where a kernel rejects the mix of float dtypes of its operands, since not every fake one does.
+
+    The kernel of a norm takes weights of its input's dtype; if the input is low, it also takes FP32 weights.
+    """
+    row = row_of(node)
+    dtypes = [(o.name in row.uncast, d) for o in ops.operands(node) if (d := dtype_of(o.node)) in ELIGIBLE]
+    first, affine = ({d for of_weight, d in dtypes if of_weight is side} for side in (False, True))
+    if row.same_dtype and len(first | affine) > 1:
+        raise TypeError("the kernel takes operands of one floating dtype")
+    fits = not affine or affine == first or (affine == {torch.float32} and first <= {*LOW_DTYPES})
+    if "bias" in row.uncast and not fits:
+        raise TypeError("the kernel takes weights of its input's dtype, or FP32 ones beside a low input")
+
+
 def literal_dtype(node: Node) -> torch.dtype | None:
     """Return the dtype that a call names literally: a cast's, or a `dtype=` argument's."""
     target = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
-    if target in ops.CAST_METHODS and ops.name(node) == "to":
+    is_cast = row_of(node).is_cast
+    if is_cast and target in ops.CAST_METHODS:
         return ops.CAST_METHODS[target]
-    given = ops.argument(node, "dtype")
-    if isinstance(given, torch.dtype):
-        return given
-    if ops.name(node) == "to":
-        return next((d for a in (*node.args, *node.kwargs.values()) if (d := _as_dtype(a)) is not None), None)
-    return None
+    named = ops.argument(node, "dtype")
+    if isinstance(named, torch.dtype):
+        return named
+    arguments = (*node.args, *node.kwargs.values()) if is_cast else ()
+    texts = (_LEGACY.get(a.rpartition(".")[2]) if isinstance(a, str) else a for a in arguments)
+    return next((d for d in texts if isinstance(d, torch.dtype)), None)
 
 
 # The types of `x.type("torch.DoubleTensor")`, whatever device one names.
@@ -185,12 +182,6 @@ _LEGACY = {
     f"{n}Tensor": getattr(torch, f"{n}Tensor").dtype
     for n in ("Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
 }
-
-
-def _as_dtype(arg: Any) -> torch.dtype | None:
-    return (
-        _LEGACY.get(arg.rpartition(".")[2]) if isinstance(arg, str) else arg if isinstance(arg, torch.dtype) else None
-    )
 
 
 @contextlib.contextmanager
@@ -220,10 +211,10 @@ class Inference:
 
         Raises whatever the op raises when it rejects them.
         """
-        if node.target is operator.getitem and isinstance(node.args[0], Node):
-            held = dtype_of(node.args[0])
-            if isinstance(held, tuple):
-                return held[node.args[1]]  # type: ignore[index]
+        if row_of(node).asks == "item" and isinstance(node.args[0], Node):
+            items = dtype_of(node.args[0])
+            if isinstance(items, tuple):
+                return items[node.args[1]]  # type: ignore[index]
         if row_of(node).shards and isinstance(node.args[0], Node):
             return dtype_of(node.args[0])
         key = _key(node, dtype_of)
@@ -253,7 +244,9 @@ class Inference:
 
 def _key(node: Node, dtype_of: Callable[[Node], ValueDtype]) -> Any:
     """Return all that the output dtypes of a call can depend on; None if that is unknown."""
-    if "::" in ops.name(node) or isinstance(node.meta.get("val"), (tuple, list)) or _gives_a_list(node):
+    schema = ops.schema_of(node)  # of a list of tensors a number among the arguments may decide the length
+    lists = schema is not None and any(str(r.type) == "List[Tensor]" for r in schema.returns)
+    if lists or "::" in ops.name(node) or isinstance(node.meta.get("val"), (tuple, list)):
         return None
 
     def token(arg: Any) -> Any:
@@ -278,22 +271,16 @@ def _key(node: Node, dtype_of: Callable[[Node], ValueDtype]) -> Any:
     return key
 
 
-def _gives_a_list(node: Node) -> bool:
-    """Say whether an op gives a list of tensors, whose length a number among its arguments may decide."""
-    schema = ops.schema_of(node)
-    return schema is not None and any(str(r.type) == "List[Tensor]" for r in schema.returns)
-
-
 def concrete(value: Any, dtype: torch.dtype | None) -> Any:
     """Return a value of concrete size like a fake one, of another dtype where one is given; fake in a fake mode."""
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return concrete_size(value)
     if not isinstance(value, torch.Tensor):
         return value
-    size, made = [concrete_size(s) for s in value.shape], dtype or value.dtype
+    size, dtype = [concrete_size(s) for s in value.shape], dtype or value.dtype
     if value.layout is not torch.strided:
-        return torch.empty(size, dtype=made, device=value.device, layout=value.layout)
-    return torch.empty_strided(size, [concrete_size(s) for s in value.stride()], dtype=made, device=value.device)
+        return torch.empty(size, dtype=dtype, device=value.device, layout=value.layout)
+    return torch.empty_strided(size, [concrete_size(s) for s in value.stride()], dtype=dtype, device=value.device)
 
 
 def concrete_size(size: Any) -> Any:
@@ -307,17 +294,14 @@ def concrete_size(size: Any) -> Any:
 
 def dtype_reference(node: Node) -> Node | None:
     """Return the tensor whose dtype a call takes: `x.to(y)`, `x.type_as(y)`, `zeros(2, dtype=y.dtype)`."""
-    name = ops.name(node)
     if not row_of(node).is_cast:
-        given = ops.argument(node, "dtype")
-        return dtype_owner(given) if isinstance(given, Node) else None
+        dtype = ops.argument(node, "dtype")
+        return dtype_owner(dtype) if isinstance(dtype, Node) else None
     for arg in (*node.args[1:], *node.kwargs.values()):
         if isinstance(arg, Node):
             owner = dtype_owner(arg)
-            if owner is not None:
-                return owner
-            if name == "type_as" or ops.name(arg) != "getattr":
-                return arg
+            if owner is not None or row_of(arg).asks in ("", "item"):
+                return owner or arg
     return None
 
 

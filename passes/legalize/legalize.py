@@ -18,17 +18,19 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from .._torch import FakeTensor, OpOverload, enter_autocast, exit_autocast, is_composite, quiet_fakes
-from ..contract.policy import Policy
+from ..contract.policy import Policy, op_override
 from ..form import Ensures, Unit
-from ..graph.notes import DECOMPOSE, move_to, note, note_buffers
+from ..graph.notes import CAST_NORM, DECOMPOSE, SPLIT_LOSS, move_to, note, note_buffers, origin
 from ..graph.splice import copy_body, put_in_place
+from ..graph.values import LOW_DTYPES, dtypes_of, retyped
 from ..ops import ops
-from ..ops.facts import rule_of
+from ..ops.facts import REDUCTIONS, rule_of
 from ..ops.rules import COMPOSITE, row_of
-from .cast_norms import cast_before_norms
-from .split_loss import split_losses
 
 logger = logging.getLogger("fxamp")
+aten = torch.ops.aten
+LOSS = "cross_entropy_loss"  # the op that is split
+_NONE, _MEAN, _SUM = range(3)  # as torch::Reduction has them
 
 
 @dataclass(frozen=True)
@@ -44,16 +46,16 @@ class Legalize:
     policy: Policy
 
     def __call__(self, unit: Unit) -> dict[str, int]:
-        """Drop switches, index fields, cast before norms, split losses, decompose; note buffers."""
-        level, graph = self.policy.level, unit.graph
-        splits = level.keeps_sums_fp32 and "cross_entropy_loss" not in dict(self.policy.ops)
+        """Make the rewrites in this order, since one prepares for the next; note buffers."""
+        graph, policy = unit.graph, self.policy
+        splits = policy.level.keeps_sums_fp32 and op_override(policy, LOSS) is None
         edits = {
             "switch": drop_autocast_switches(graph),
             "field": index_fields(graph),
             "norm": cast_before_norms(graph),
             "loss": split_losses(graph) if splits else 0,
+            "composite": decompose_composites(graph, policy.device or "cpu", policy.dtype),
         }
-        edits["composite"] = decompose_composites(graph, self.policy.device or "cpu", self.policy.dtype)
         note_buffers(graph, unit.attribute)
         return edits
 
@@ -73,13 +75,115 @@ def index_fields(graph: Graph) -> int:
     """
     edits = 0
     for node in graph.nodes:
-        made = node.args[0] if node.op == "call_function" and node.target is getattr else None
-        schema = ops.schema_of(made) if isinstance(made, Node) and made.op.startswith("call") else None
+        results = node.args[0] if node.target is getattr else None
+        schema = ops.schema_of(results) if isinstance(results, Node) and results.op.startswith("call") else None
         fields = [r.name for r in schema.returns] if schema is not None else []
         if len(fields) > 1 and node.args[1] in fields:
-            node.target, node.args = operator.getitem, (made, fields.index(node.args[1]))
+            node.target, node.args = operator.getitem, (results, fields.index(node.args[1]))
             edits += 1
     return edits
+
+
+def cast_before_norms(graph: Graph) -> int:
+    """Cast the operand of a norm to the low `dtype=` that user code passes to it, in place; return how many edits.
+
+    A norm takes nothing wider than its `dtype=`, so in the user's program the cast does nothing; here its operand may
+    be FP32. The same holds for a dtype that is read when the graph runs.
+
+    Before: linalg_vector_norm(x, dtype=bfloat16)        After: linalg_vector_norm(to(x, bfloat16))
+    """
+    edits = 0
+    for node in list(graph.nodes):
+        dtype = ops.argument(node, "dtype") if row_of(node).never_narrows else None
+        if isinstance(dtype, Node) or dtype in LOW_DTYPES:
+            _cast_first(node, dtype)
+            note(node, dtype_argument=dtype if dtype in LOW_DTYPES else None)
+            edits += 1
+    return edits
+
+
+def _cast_first(node: Node, dtype: Any) -> None:
+    """Before: norm(x, dtype=bfloat16). After: norm(to(x, bfloat16))."""
+    value: Any = node.args[0] if node.args else next(ops.operands(node)).node
+    gives: Any = dtypes_of(node.meta.get("val"))  # its dtypes without autocast
+    with node.graph.inserting_before(node):
+        if isinstance(dtype, Node):
+            cast = node.graph.call_method("to", (value, dtype))
+        else:
+            cast = node.graph.call_function(aten.to.dtype, (value, gives or dtype))
+    cast.meta = origin(node)
+    note(cast, made_by=CAST_NORM)
+    if gives not in (None, dtype):
+        note(cast, cast="autocast", read=dtype)
+    if gives is not None:
+        cast.meta["val"] = retyped(value.meta.get("val"), gives)
+    names = ops.names_of(node)
+    node.args = tuple(None if names[i : i + 1] == ("dtype",) else a for i, a in enumerate(node.args))
+    node.kwargs = {k: v for k, v in node.kwargs.items() if k != "dtype"}
+    node.replace_input_with(value, cast)
+
+
+def split_losses(graph: Graph) -> int:
+    """From O2 on: split every cross-entropy of FP32 over class indices without weights or smoothing; return how many.
+
+    The logarithms are rounded where the errors of that kernel scatter on the device; the sum over examples is FP32, and
+    the cast that it then needs is of the N picked numbers instead of the N x V logits.
+
+    Before: cross_entropy_loss(logits: [N, V], target)
+    After:  picked = nll_loss(log_softmax(logits), target, reduction none); to(picked: [N], f32).sum() / count
+    """
+    losses = [n for n in graph.nodes if ops.name(n) == LOSS and _is_plain(n)]
+    for node in losses:
+        _split(graph, node)
+    return len(losses)
+
+
+def _is_plain(node: Node) -> bool:
+    logits, target = (v.meta.get("val") if isinstance(v, Node) else None for v in _logits_and_target(node))
+    if not isinstance(logits, FakeTensor) or not isinstance(target, FakeTensor):
+        return False
+    smooth = ops.argument(node, "label_smoothing", 0.0)
+    plain = ops.argument(node, "weight") is None and isinstance(smooth, (int, float)) and smooth == 0
+    plain = plain and _reduction(node) is not None and not {"size_average", "reduce"} & node.kwargs.keys()
+    # The loss of other logits has another dtype than FP32, and the program may read that dtype.
+    return plain and logits.dtype == torch.float32 and logits.dim() == 2 and not target.is_floating_point()
+
+
+def _logits_and_target(node: Node) -> tuple[Any, Any]:
+    # torch.nn.functional calls the first one otherwise.
+    return ops.argument(node, "self", ops.argument(node, "input")), ops.argument(node, "target")
+
+
+def _reduction(node: Node) -> int | None:
+    """Return the number of a reduction; None if it is not known."""
+    reduction = ops.argument(node, "reduction", _MEAN)
+    if isinstance(reduction, str):  # as torch.nn.functional has them
+        return REDUCTIONS.index(reduction) if reduction in REDUCTIONS else None
+    return reduction if isinstance(reduction, int) else None
+
+
+def _split(graph: Graph, node: Node) -> None:
+    logits, target = _logits_and_target(node)
+    reduction, ignored = _reduction(node), ops.argument(node, "ignore_index", -100)
+
+    def call(op: Any, *args: Any, **kwargs: Any) -> Node:
+        with graph.inserting_before(node):
+            part = graph.call_function(op, args, kwargs)
+        part.meta = origin(node)
+        note(part, made_by=SPLIT_LOSS)
+        values, named = torch.fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+        with logits.meta["val"].fake_mode, torch.no_grad():
+            part.meta["val"] = op(*values, **named)
+        return part
+
+    picked = call(aten.nll_loss.default, call(aten.log_softmax.int, logits, 1), target, None, _NONE, ignored)
+    result = picked
+    if reduction != _NONE:
+        result = call(aten.sum.default, picked, dtype=torch.float32)
+    if reduction == _MEAN:
+        result = call(aten.div.Tensor, result, call(aten.sum.default, call(aten.ne.Scalar, target, ignored)))
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
 
 
 def decompose_composites(graph: Graph, device: str, low: torch.dtype | None = None) -> int:
@@ -97,19 +201,19 @@ def decompose_composites(graph: Graph, device: str, low: torch.dtype | None = No
     """
     edits = 0
     memo: dict[Any, Graph | None] = {}
-    found = [n for n in reversed(graph.nodes) if _is_composite(n, device)]
-    while found:
-        node = found.pop()
+    composites = [n for n in reversed(graph.nodes) if _is_composite(n, device)]
+    while composites:
+        node = composites.pop()
         body = _body_of(node, memo, functools.partial(torch.autocast, device, low))
         if body is None:
             continue
         with graph.inserting_before(node):
             new, result = copy_body(graph, body, node.all_input_nodes)
-        for made in new:
-            move_to(made, node)
-            note(made, made_by=DECOMPOSE)
+        for inner in new:
+            move_to(inner, node)
+            note(inner, made_by=DECOMPOSE)
         put_in_place(graph, node, result)
-        found += [n for n in reversed(new) if _is_composite(n, device)]
+        composites += [n for n in reversed(new) if _is_composite(n, device)]
         edits += 1
     return edits
 
@@ -148,12 +252,12 @@ def _shape(value: Any) -> Any:
     return value.dtype, str(value.shape), str(value.stride()), value.device
 
 
-def _trace(node: Node, inputs: list[Node], values: list[Any], *modes: Any) -> Graph | None:
+def _trace(node: Node, inputs: list[Node], examples: list[Any], *modes: Any) -> Graph | None:
     target: Any = node.target
 
     def run(*operands: Any) -> Any:
-        given = dict(zip(inputs, operands, strict=True))
-        args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), given.__getitem__)
+        values = dict(zip(inputs, operands, strict=True))
+        args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
         if node.op == "call_method":
             return getattr(args[0], target)(*args[1:], **kwargs)
         return target(*args, **kwargs)
@@ -165,7 +269,7 @@ def _trace(node: Node, inputs: list[Node], values: list[Any], *modes: Any) -> Gr
         for mode in modes:
             entered.enter_context(mode)
         try:
-            body: GraphModule = tracer(*(v.detach() if isinstance(v, FakeTensor) else v for v in values))
+            body: GraphModule = tracer(*(v.detach() if isinstance(v, FakeTensor) else v for v in examples))
         except Exception as e:  # whatever a fake kernel raises: the op stays whole, and the report says so
             logger.debug("%s stays whole: %s", node.name, e)
             return None

@@ -24,7 +24,7 @@ from torch.fx import Node
 from ..contract.devices import DEVICES
 from ..contract.dtypes import dtype_name
 from . import ops
-from .rules import COMPOSITE, Rule, lookup, row_named
+from .rules import COMPOSITE, LOW, Rule, lookup, row_named
 
 NAMES = ("fp32_internal", "fp32_backward", "rounds_once", "scatters", "commutes_forward", "commutes_backward")
 
@@ -67,8 +67,8 @@ class Machine:
     @classmethod
     def parse(cls, text: str) -> Machine | None:
         """Parse the string form of a machine; return None for any other text."""
-        found = re.fullmatch(r"(\w+) ([^,]+), torch (\S+)", text)
-        return cls(found[1], found[2].replace("(absent)", ""), found[3]) if found else None
+        match = re.fullmatch(r"(\w+) ([^,]+), torch (\S+)", text)
+        return cls(match[1], match[2].replace("(absent)", ""), match[3]) if match else None
 
 
 _instead: ContextVar[Machine | None] = ContextVar("machine", default=None)
@@ -117,8 +117,8 @@ def facts(name: str, device: str, low: torch.dtype, **static: Any) -> Facts:
     return Facts(commutes_forward=row.commutes != "", commutes_backward=row.commutes == "both")
 
 
-def _facts(held: set[str], status: str) -> Facts:
-    return Facts(**{name: name in held for name in NAMES}, status=status)
+def _facts(names: set[str], status: str) -> Facts:
+    return Facts(**{name: name in names for name in NAMES}, status=status)
 
 
 def facts_of(node: Node, device: str, low: torch.dtype) -> Facts:
@@ -127,16 +127,11 @@ def facts_of(node: Node, device: str, low: torch.dtype) -> Facts:
     return facts(name, device, low, **_static_arguments(node, statics(name.removesuffix("_"), device)))
 
 
-def is_as_good_as_rounded(node: Node, name: str, device: str, low: torch.dtype) -> bool:
-    """Say whether a node's op, whose canonical name is given, `rounds_once` and `scatters` in low."""
-    held = facts(name, device, low, **_static_arguments(node, statics(name, device)))
-    return held.rounds_once and held.scatters
-
-
 def rule_of(node: Node, device: str, low: torch.dtype | None = None) -> tuple[Rule, str]:
     """Return the row of a call's op and its kind on a device, which may depend on the call's arguments."""
     row, kind = lookup(ops.name(node), device, low)
-    composite = row.name == "lstm" and device == "cpu" and ops.is_projected(node)  # oneDNN has no projections
+    # oneDNN has no projections.
+    composite = row.recurrent and kind == LOW and device == "cpu" and ops.is_projected(node)
     return row, COMPOSITE if composite else kind
 
 
@@ -152,8 +147,8 @@ def accumulates(node: Node, row: Rule) -> bool:
 
 def _has(node: Node, column: tuple[Any, ...]) -> bool:
     """Say whether an argument has a value that a column lists: (name of the argument, value, value, ...)."""
-    given = ops.argument(node, column[0]) if column else None
-    return isinstance(given, (bool, int, float, str)) and given in column[1:]
+    value = ops.argument(node, column[0]) if column else None
+    return isinstance(value, (bool, int, float, str)) and value in column[1:]
 
 
 @functools.cache
@@ -165,57 +160,51 @@ def statics(name: str, device: str) -> tuple[str, ...]:
 
 def static_key(static: dict[str, Any]) -> str:
     """Return the key of static arguments: "dim=last,ord=2"."""
-    return ",".join(f"{k}={_plain(v)}" for k, v in sorted(static.items()))
+    # One spelling of equal numbers: 2 and 2.0 are "2".
+    plain = {k: f"{v:g}" if isinstance(v, (int, float)) and not isinstance(v, bool) else v for k, v in static.items()}
+    return ",".join(f"{k}={v}" for k, v in sorted(plain.items()))
 
 
 def dim_class(dims: Any, rank: int) -> str:
     """Classify the dimensions that a reduction runs over, as its kernels do: "all", "last" or "other"."""
     if dims is None or dims in ([], ()):
         return "all"
-    given = {d % rank for d in (dims if isinstance(dims, (list, tuple)) else [dims])} if rank else set()
-    if len(given) == rank:
+    positions = {d % rank for d in (dims if isinstance(dims, (list, tuple)) else [dims])} if rank else set()
+    if len(positions) == rank:
         return "all" if rank > 1 or isinstance(dims, (list, tuple)) else "last"
-    return "last" if given == {rank - 1} else "other"
+    return "last" if positions == {rank - 1} else "other"
 
 
-_REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
+REDUCTIONS = ("none", "mean", "sum")  # as torch::Reduction numbers them
 
 
 def _static_arguments(node: Node, names: tuple[str, ...]) -> dict[str, Any]:
     """Return a call's static arguments of these names; those that are neither numbers nor strings are left out."""
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
+    schema = ops.schema_of(node) if names else None
+    defaults = {a.name: a.default_value for a in schema.arguments} if schema else {}
     for key in names:
-        value = ops.argument(node, key, _default(node, key))
+        value = ops.argument(node, key, defaults.get(key))
         if key == "dim":
             operand = next((o.node for o in ops.operands(node)), None)
             shape = getattr(operand.meta.get("val"), "shape", None) if operand else None
             if shape is None or isinstance(value, Node):
                 continue
             value = dim_class(value, len(shape))
-        if key == "reduction" and isinstance(value, int):
-            value = _REDUCTIONS.get(value, value)
+        if key == "reduction" and isinstance(value, int) and value in range(len(REDUCTIONS)):
+            value = REDUCTIONS[value]
         if isinstance(value, (bool, int, float, str)):
-            found[key] = value
-    return found
-
-
-def _default(node: Node, key: str) -> Any:
-    schema = ops.schema_of(node)
-    return next((a.default_value for a in schema.arguments if a.name == key), None) if schema else None
+            arguments[key] = value
+    return arguments
 
 
 @functools.cache
 def _table(device: str) -> tuple[dict[str, dict[str, dict[str, list[str]]]], Machine]:
     """Return op -> static key -> low dtype -> facts, and the kind of machine that they were measured on."""
     path = Path(__file__).with_name(f"facts_{device}.json")
-    found = json.loads((path if path.exists() else path.with_name("facts_cpu.json")).read_text())
+    data = json.loads((path if path.exists() else path.with_name("facts_cpu.json")).read_text())
     table: dict[str, dict[str, dict[str, list[str]]]] = {}
-    for key, by_dtype in found["facts"].items():
+    for key, by_dtype in data["facts"].items():
         name, _, static = key.rstrip("]").partition("[")
         table.setdefault(name, {})[static] = by_dtype
-    return table, Machine(**found["machine"])
-
-
-def _plain(value: Any) -> str:
-    """Return one spelling of equal numbers: 2 and 2.0 are "2"."""
-    return f"{value:g}" if isinstance(value, (int, float)) and not isinstance(value, bool) else str(value)
+    return table, Machine(**data["machine"])

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -63,13 +62,11 @@ CAST_METHODS: dict[str, torch.dtype] = {
     "bool": torch.bool, "cfloat": torch.complex64, "cdouble": torch.complex128, "chalf": torch.complex32,
 }  # fmt: skip
 
-# Methods that cast to a dtype that they are given, by name, as text, or on a tensor.
-CASTS_TO_GIVEN = ("to", "type", "type_as")
-
 # Methods of a tensor, and its attributes (`getattr(x, "T")` in a symbolic graph).
 _METHODS = {"to": " ".join((*CAST_METHODS, "type", "cpu", "cuda", "xpu")), "dim": "ndimension", "numel": "nelement"}
 _ATTRIBUTES = {
     "numpy_T": "T", "mT": "mT", "matrix_H": "H", "mH": "mH", "real": "real", "imag": "imag", "detach": "data",
+    "element_size": "itemsize nbytes",
 }  # fmt: skip
 
 # Primitives that ATen has under another name.
@@ -117,10 +114,6 @@ def _by_spelling(table: dict[str, str]) -> dict[str, str]:
 SYNONYMS, OPERATORS = _by_spelling(_SYNONYMS), _by_spelling(_OPERATORS)
 METHODS, ATTRIBUTES, PRIMS = _by_spelling(_METHODS), _by_spelling(_ATTRIBUTES), _by_spelling(_PRIMS)
 
-# `x += y` and its like. Not `@=`, which tensors do not define: Python runs `x = x @ y`.
-IN_PLACE = tuple(getattr(operator, s) for s, op in OPERATORS.items() if op.endswith("_") and hasattr(operator, s))
-
-
 # The key of `node.meta` for fxamp's notes on a node, a `graph.notes.Note`.
 NOTE = "fxamp"
 
@@ -156,8 +149,8 @@ def name(node: Node) -> str:
         return str(_named(node.args[0])[0])  # type: ignore[arg-type]  # an operator, which hashes
     if node.target is getattr:
         return ATTRIBUTES.get(str(node.args[1]), "getattr")
-    found, is_python = _named(node.target)
-    return canonical(found + _suffix(node, found)) if is_python else found
+    target, is_python = _named(node.target)
+    return canonical(target + _suffix(node, target)) if is_python else target
 
 
 @functools.lru_cache(maxsize=4096)
@@ -171,9 +164,11 @@ def of_target(target: Any) -> str:
     """Return the canonical name of a call_function target."""
     if isinstance(target, HigherOrderOperator):
         return f"higher_order::{target.name()}"
-    qualified = _qualified_name(target)
-    if qualified:
-        return _of_operator(*qualified.split("::"))
+    if isinstance(target, (OpOverload, OpOverloadPacket)):
+        space, op = (own_schema(target).name if isinstance(target, OpOverload) else qualified_name(target)).split("::")
+        if space == "prims" and (op in PRIMS or hasattr(torch.ops.aten, op)):
+            return PRIMS.get(op) or canonical(op)
+        return canonical(op) if space == "aten" else f"{space}::{op}"
     if target in _FUNCTIONS:
         return _FUNCTIONS[target]
     plain, module = getattr(target, "__name__", type(target).__name__), getattr(target, "__module__", None)
@@ -200,21 +195,6 @@ def _of_method(method: str) -> str:
     return METHODS.get(method) or canonical(method)
 
 
-def _of_operator(space: str, op: str) -> str:
-    if space == "aten":
-        return canonical(op)
-    if space == "prims" and (op in PRIMS or hasattr(torch.ops.aten, op)):
-        return PRIMS.get(op) or canonical(op)
-    return f"{space}::{op}"
-
-
-def _qualified_name(target: Any) -> str:
-    """Return "namespace::op" of an operator, "" for anything else."""
-    if isinstance(target, OpOverload):
-        return own_schema(target).name
-    return qualified_name(target) if isinstance(target, OpOverloadPacket) else ""
-
-
 def operator_of(node: Node) -> Any:
     """Return the operator that a call runs, in the form that the code of a graph can hold as an argument.
 
@@ -233,12 +213,12 @@ def operator_of(node: Node) -> Any:
     return getattr(getattr(torch.ops.aten, schema.name.removeprefix("aten::")), schema.overload_name or "default")
 
 
-def _suffix(node: Node, found: str) -> str:
+def _suffix(node: Node, plain: str) -> str:
     """Return what the literal arguments of a Python function add to its name."""
     for key, suffixes in _SUFFIXES.items():
         value = argument(node, key)
         suffix = suffixes.get(value, "") if isinstance(value, (bool, str)) else ""
-        if suffix and not found.endswith(suffix) and (suffix == "_" or "." not in found):
+        if suffix and not plain.endswith(suffix) and (suffix == "_" or "." not in plain):
             return suffix
     return ""
 
@@ -255,20 +235,6 @@ def is_projected(node: Node) -> bool:
 
 
 # Arguments.
-
-
-@functools.lru_cache(maxsize=4096)
-def arg_names(target: Any) -> tuple[str, ...]:
-    """Return the names of the positional arguments of a function, operator or (as a string) method; () when unknown.
-
-    Where a builtin has several overloads they are those of the first; `operands` and `argument` look at the call.
-    """
-    python = _python_names(target)
-    if python is not None:
-        return python
-    if isinstance(target, str):
-        return _positional(first_schema(_of_method(target)), method=True)
-    return _positional(first_schema(of_target(target)))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -290,14 +256,14 @@ def schema_of(node: Node) -> Any:
 
 def operands(node: Node) -> Iterator[Operand]:
     """Yield every Node operand of a call, with the argument that it is part of."""
-    found: list[Operand] = []
+    operands: list[Operand] = []
 
-    def keep(operand: Operand) -> Node:
-        found.append(operand)
+    def note(operand: Operand) -> Node:
+        operands.append(operand)
         return operand.node
 
-    _map(node, keep)
-    return iter(found)
+    _map(node, note)
+    return iter(operands)
 
 
 def map_operands(node: Node, replace: Callable[[Operand], Node]) -> None:
@@ -308,9 +274,9 @@ def map_operands(node: Node, replace: Callable[[Operand], Node]) -> None:
 def argument(node: Node, key: str, default: Any = None) -> Any:
     """Return the value of an argument of a call by its name, wherever it was passed."""
     names = names_of(node)
-    given = dict(zip(names, node.args, strict=False))
-    given |= {k if k in names else _KEYWORDS.get(k, k): v for k, v in node.kwargs.items()}
-    return given.get(key, default)
+    values = dict(zip(names, node.args, strict=False))
+    values |= {k if k in names else _KEYWORDS.get(k, k): v for k, v in node.kwargs.items()}
+    return values.get(key, default)
 
 
 def _map(node: Node, replace: Callable[[Operand], Node]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -411,9 +377,9 @@ def _fitting(op: str, method: bool, kinds: tuple[str, ...], keywords: tuple[str,
     for schema in _schemas(op):
         arguments = {a.name: a for a in schema.arguments}
         names = _positional(schema, method)
-        given = {*names[: len(kinds)], *(k if k in arguments else _KEYWORDS.get(k, k) for k in keywords)}
+        passed = {*names[: len(kinds)], *(k if k in arguments else _KEYWORDS.get(k, k) for k in keywords)}
         needed = {n for n, a in arguments.items() if not a.has_default_value()}
-        if len(kinds) > len(names) or not needed <= given <= set(arguments):
+        if len(kinds) > len(names) or not needed <= passed <= set(arguments):
             continue
         if all(_takes(str(arguments[n].type), kind) for n, kind in zip(names, kinds, strict=False)):
             return schema

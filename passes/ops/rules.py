@@ -29,7 +29,19 @@ from .._torch import (
 from ..contract.devices import DEVICES
 from ..contract.errors import PolicyError
 from . import ops
-from .table import elementwise, higher_order, images, linalg, losses, made, moves, norms, products, queries, reductions
+from .table import (
+    elementwise,
+    factories,
+    higher_order,
+    images,
+    linalg,
+    losses,
+    moves,
+    norms,
+    products,
+    queries,
+    reductions,
+)
 from .table.row import BANNED as BANNED
 from .table.row import COMPOSITE as COMPOSITE
 from .table.row import FOLLOW as FOLLOW
@@ -42,7 +54,7 @@ from .table.row import SUMMARY as SUMMARY
 from .table.row import UNKNOWN as UNKNOWN
 from .table.row import Rule as Rule
 
-_FILES = (products, losses, norms, reductions, elementwise, images, linalg, moves, made, queries)
+_FILES = (products, losses, norms, reductions, elementwise, images, linalg, moves, factories, queries)
 ROWS = tuple(row for file in _FILES for row in file.ROWS)
 RULES: Mapping[str, Rule] = {row.name: row for row in ROWS}
 _ALL = {**RULES, **{row.name: row for row in (*queries.QUERIES, *higher_order.HIGHER_ORDER)}}
@@ -153,22 +165,19 @@ def register_rule(op: Any, kind: str, **facts: Any) -> Rule:
     if name in RULES:
         raise PolicyError(f"{where}: torch's own op has a rule; override it with Policy(ops={{{name!r}: ...}})")
     kinds = [k for k in KIND_NAMES if k not in (BANNED, COMPOSITE)]
-    for given in (kind, facts.get("cuda", kind)):
-        if given not in kinds:
-            raise PolicyError(f"{where}: {given!r} is not a kind{_nearest(given, kinds)}; one of {', '.join(kinds)}")
+    for word in (kind, facts.get("cuda", kind)):
+        if word not in kinds:
+            raise PolicyError(f"{where}: {word!r} is not a kind{_nearest(word, kinds)}; one of {', '.join(kinds)}")
     for fact, value in facts.items():
         _check_fact(where, fact, value)
     plain: dict[str, Any] = {fact: tuple(value) if isinstance(value, list) else value for fact, value in facts.items()}
     new = replace(Rule(name, kind, kind, "registered by the user"), **plain)
-    if _custom.setdefault(name, new) != new:
-        told = _differences(_custom[name], new)
-        raise PolicyError(f"{where}: it was registered before with {told}; register it once, or start a new process")
+    before = _custom.setdefault(name, new)
+    if before != new:
+        values = [(f.name, getattr(before, f.name)) for f in fields(Rule)]
+        other = ", ".join(f"{name}={value!r}" for name, value in values if value != getattr(new, name))
+        raise PolicyError(f"{where}: it was registered before with {other}; register it once, or start a new process")
     return new
-
-
-def _differences(before: Rule, now: Rule) -> str:
-    names = [f.name for f in fields(Rule) if getattr(before, f.name) != getattr(now, f.name)]
-    return ", ".join(f"{name}={getattr(before, name)!r}" for name in names)
 
 
 _WORDS = {"sensitive": ("", "range", "rounding"), "commutes": ("", "forward", "both")}

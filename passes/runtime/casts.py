@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import FakeTensor, FunctionContext, is_transformed, pytree
+from .._torch import FakeTensor, FunctionContext, in_transform, pytree
 
 ELIGIBLE = (torch.float32, torch.float16, torch.bfloat16)  # what autocast casts: floating point, and not float64
 CAST = torch.ops.aten.to.dtype
@@ -28,12 +28,11 @@ def again(value: Tensor, dtype: torch.dtype, first: Tensor) -> Tensor:
     Gradients of its readers arrive at the value one by one, as from a second copy. A tracer merges equal casts itself.
     """
     plain = type(value) in (Tensor, torch.nn.Parameter, FakeTensor)
-    if not plain or torch.compiler.is_compiling() or is_transformed():
+    if not plain or torch.compiler.is_compiling() or in_transform():
         return value.to(dtype)
     if not (value.requires_grad and torch.is_grad_enabled()):
         return first
-    made: Tensor = _Again.apply(value, first.detach())  # type: ignore[no-untyped-call]
-    return made
+    return _Again.apply(value, first.detach())  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Again(torch.autograd.Function):

@@ -63,11 +63,11 @@ def _steps(x: Tensor | PackedSequence, batch_first: bool) -> tuple[Tensor, Tenso
     return steps, None, steps.shape[batch_dim]
 
 
-def _state(given: Tensor | None, x: Tensor | PackedSequence, steps: Tensor, shape: tuple[int, int, int]) -> Tensor:
+def _state(initial: Tensor | None, x: Tensor | PackedSequence, steps: Tensor, shape: tuple[int, int, int]) -> Tensor:
     """Return an initial state as the kernels take it: zeros where none is given, in the order of a packed batch."""
-    if given is None:
+    if initial is None:
         return torch.zeros(shape, dtype=steps.dtype, device=steps.device)
-    state = given if isinstance(x, PackedSequence) or x.dim() == 3 else given.unsqueeze(1)
+    state = initial if isinstance(x, PackedSequence) or x.dim() == 3 else initial.unsqueeze(1)
     if state.shape != shape:  # a state of batch size 1 would be expanded silently
         raise RuntimeError(f"the initial state of a recurrent layer must have shape {shape}, not {tuple(state.shape)}")
     order = x.sorted_indices if isinstance(x, PackedSequence) else None

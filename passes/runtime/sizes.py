@@ -31,7 +31,7 @@ def check_sizes(
             raise CaptureError(
                 f"input '{name}' is {value.dtype}, and was exported as {dtype}: cast it, or export for that dtype."
             )
-    found: dict[str, tuple[int, str]] = {}
+    known: dict[str, tuple[int, str]] = {}
     for value, name, wanted in zip(inputs, names, sizes, strict=True):
         if value.dim() != len(wanted):
             raise CaptureError(f"input '{name}' has {value.dim()} dimensions, and was exported with {len(wanted)}.")
@@ -40,7 +40,7 @@ def check_sizes(
             if isinstance(want, int):
                 _require(size == want, f"{where} has size {size}, and was exported with {want}")
                 continue
-            first, there = found.setdefault(want, (size, where))
+            first, there = known.setdefault(want, (size, where))
             _require(size == first, f"{where} has size {size}, and was exported with that of {there}, {first}")
             least, largest = bounds.get(want, (0, None))
             inside = size >= least and (largest is None or size <= largest)

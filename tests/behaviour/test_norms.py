@@ -133,7 +133,7 @@ class LlamaNorm(nn.Module):
         return self.weight * hidden.to(dtype)
 
 
-@pytest.mark.parametrize("front_end", ["view", "graph"])  # without shapes, mixed operands are FP32: unknown_rank
+@pytest.mark.parametrize("front_end", ["view", "graph"])
 def test_the_output_of_a_norm_that_upcasts_and_restores_is_low_at_o2(front_end: str) -> None:
     model = Two(lambda self, x: self.b(self.m(self.a(self.l(x)))), a=LlamaNorm(), b=LlamaNorm())
     module = convert(model, one(), front_end, "O2,output_dtype=low")

@@ -82,10 +82,7 @@ def test_a_number_out_of_range_stays_and_its_op_runs_in_fp32(front_end: str) -> 
 @each_front_end
 def test_a_scale_of_no_dimension_promotes_nothing_and_one_of_one_does(front_end: str) -> None:
     module, _ = o1(Scales(scalar_and_vector), one(), front_end)
-    if front_end == "fx":  # no shapes: see unknown_rank
-        assert decided(module, "mul")[1] == "float32"
-    else:
-        assert decided(module, "mul") == ["bfloat16", "float32"]
+    assert decided(module, "mul") == ["bfloat16", "float32"]
 
 
 @each_front_end
@@ -151,7 +148,7 @@ def test_a_mask_is_a_mask_however_it_is_spelled(front_end: str) -> None:
             assert close.all(), name  # NaN where FP32 has it: rows of -inf alone
 
 
-@pytest.mark.parametrize("front_end", ["view", "graph"])  # without shapes, mixed operands are FP32: unknown_rank
+@each_front_end
 def test_small_fp32_operands_follow_the_activation_at_o2(front_end: str) -> None:
     def chain(self: Any, x: Tensor) -> Tensor:
         return ((x @ self.l.weight + self.l.bias) * self.m.bias) @ self.m.weight

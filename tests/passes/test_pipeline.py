@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from passes import compile_graph
-from passes.assign.assign_precision import assign_precision
+from passes.assign.assign_precision import AssignPrecision
 from passes.casts.eliminate_casts import eliminate_casts
 from passes.casts.insert_casts import insert_casts, make_cast
 from passes.colouring import Assignment
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy
-from passes.graph.by_rows import original_dtypes
+from passes.form import Unit
 from passes.graph.notes import is_inserted
 from passes.graph.values import LOW_DTYPES, no_autocast
 from passes.ops import ops
@@ -105,7 +105,7 @@ def inserted(gm: GraphModule, policy: Policy, seed: int) -> tuple[GraphModule, A
     """Return a copy of a graph with its casts in, and more at random that change no value; and the dtypes."""
     new, rng = copy.deepcopy(gm), random.Random(seed)
     with no_autocast():
-        assignment = assign_precision(new.graph, policy, original_dtypes(new.graph, functools.partial(attribute, new)))
+        assignment = AssignPrecision(policy)(Unit(new.graph, functools.partial(attribute, new)))
         insert_casts(new.graph, assignment)
     for node in [n for n in new.graph.nodes if n.op == "call_function" and not is_inserted(n)]:
         low = [o for o in ops.operands(node) if assignment.dtypes[o.node] in LOW_DTYPES and rng.random() < 0.5]

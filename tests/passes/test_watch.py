@@ -18,8 +18,8 @@ from passes.assign.assign_precision import AssignPrecision
 from passes.contract.errors import VerificationError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy
-from passes.form import Ensures, Step, Unit
-from passes.pipeline import _decided, _run, preparing, rewriting
+from passes.form import Ensures, Pass, Unit
+from passes.pipeline import _run, preparing, rewriting
 from passes.watch import Watcher
 from tests.support.graphs import attribute, parse
 
@@ -41,7 +41,7 @@ def compiled(policy: Policy = POLICY) -> tuple[GraphModule, Plan]:
 
 
 def test_a_pass_is_its_configuration() -> None:
-    passes: list[Step] = [*preparing(POLICY), AssignPrecision(POLICY), *rewriting(POLICY)]
+    passes: list[Pass] = [*preparing(POLICY), AssignPrecision(POLICY), *rewriting(POLICY)]
     assert tuple(step.name for step in passes) == NAMES
     assert all(re.fullmatch(r"[a-z]+(-[a-z]+)*", name) for name in NAMES)
     assert passes == [*preparing(POLICY), AssignPrecision(POLICY), *rewriting(POLICY)]
@@ -89,7 +89,7 @@ def test_what_a_pass_breaks_is_found_after_it(ensures: Ensures) -> None:
             return {}
 
     gm, _ = compiled()
-    unit = _decided(Unit(gm.graph, functools.partial(attribute, gm)), AssignPrecision(POLICY))
+    unit = _run(Unit(gm.graph, functools.partial(attribute, gm)), (AssignPrecision(POLICY),), Counter())
     if ensures is Ensures.DTYPES:
         with pytest.raises(VerificationError, match=r"linear .*gives torch\.\w+, its plan says torch\.float64"):
             _run(unit, (Widens(),), Counter())
@@ -140,7 +140,7 @@ def test_the_plan_says_how_often_each_rule_fired_and_which_never_did() -> None:
 
 def test_a_second_run_of_the_passes_that_eliminate_finds_nothing() -> None:
     gm = parse(TEXT)
-    unit = _decided(Unit(gm.graph, functools.partial(attribute, gm)), AssignPrecision(POLICY))
+    unit = _run(Unit(gm.graph, functools.partial(attribute, gm)), (AssignPrecision(POLICY),), Counter())
     edits: Counter[str] = Counter()
     _run(unit, rewriting(POLICY), edits)
     before = dict(edits)

@@ -28,9 +28,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from passes._torch import FakeTensorMode, pytree
 from passes.colouring import Assignment
-from passes.graph.by_rows import original_dtypes
 from passes.graph.notes import CAST_OPERAND, is_inserted, note
-from passes.graph.values import Inference
+from passes.graph.values import Inference, original_dtypes
 from passes.runtime.casts import CAST
 from passes.runtime.regions import grad_mode
 

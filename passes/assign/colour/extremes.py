@@ -17,11 +17,9 @@ from torch.fx import Graph, Node
 
 from ...graph.literals import FP32_MAX, has_tiny, is_extreme, numbers
 from ...graph.notes import note_of
-from ...graph.values import ANY, LOW_DTYPES, Dtypes, ValueDtype, is_floating, mutated_operands
+from ...graph.values import LOW_DTYPES, Dtypes, is_floating, mutated_operands
 from ...ops import ops
 from ...ops.rules import Rule, row_of
-
-_ONE: tuple[tuple[str, ...], ...] = (("float",), ("first",))  # the output is one floating tensor
 
 
 class Extremes:
@@ -43,11 +41,11 @@ class Extremes:
         self._tiny: set[Node] = set()  # values such as x + eps, and copies of them, but not 1 / (x + eps)
         self._largest: dict[Node, float] = {}  # the last number of a torch.arange
         for node in graph.nodes:
-            held = note_of(node)
-            if held.role == "buffer":
+            note = note_of(node)
+            if note.role == "buffer":
                 self.fixed.add(node)
-            if held.constant is not None:
-                self._is_constant(node, held.constant)
+            if note.constant is not None:
+                self._is_constant(node, note.constant)
 
     def _is_constant(self, node: Node, number: float) -> None:
         self.constants[node] = number
@@ -56,76 +54,53 @@ class Extremes:
             if abs(number) == FP32_MAX:
                 self.lowest.add(node)
 
-    def visit(self, node: Node, name: str, row: Rule, dtypes: Dtypes) -> None:
+    def visit(self, node: Node, row: Rule, dtypes: Dtypes) -> None:
         """Record what is known about the result of a call, from its operands."""
-        operands, found = [o.node for o in ops.operands(node)], list(numbers(node))
-        passed_on = _passed_on(row, operands)
-        if all(n in self.fixed or not (is_floating(dtypes[n]) or dtypes[n] is ANY) for n in operands):
+        operands, literals = [o.node for o in ops.operands(node)], list(numbers(node))
+        moved = operands[:1] if row.commutes != "" or row.is_cast else []  # whose numbers it returns unchanged
+        if all(n in self.fixed or not is_floating(dtypes[n]) for n in operands):
             self.fixed.add(node)
-        self._count(node, name, operands, found, passed_on)
+        if row.counts and not operands and literals:
+            self._largest[node] = max(map(abs, literals))
+        self._largest.update((node, self._largest[n]) for n in moved if n in self._largest)
         if not is_floating(dtypes[node]) or dtypes[node] in LOW_DTYPES:
             return  # the value is low already, so FP32 would preserve nothing
-        number = self._number(node, passed_on, found)
-        if number is not None:
-            self._is_constant(node, number)
-        elif has_tiny(name, found, self.low) or (passed_on and not self._tiny.isdisjoint(operands)):
+        filled = row.fills and not mutated_operands(node) and len(literals) == 1 and _is_scalar(node)
+        number = self.constants.get(moved[0]) if moved else None
+        if number is not None or filled:
+            self._is_constant(node, literals[0] if number is None else number)
+        elif has_tiny(row, literals, self.low) or (moved and not self._tiny.isdisjoint(operands)):
             self._tiny.add(node)
             self.values.add(node)
-        elif not self._is_scaled(name, operands, found):
-            passes = bool(passed_on) or row.out in _ONE
-            self._range(node, found, operands if passes and not row.bounded else [])
+        elif not self._is_scaled(row, operands, literals):
+            passes = bool(moved) or row.out in (("float",), ("first",))  # its output is one floating tensor
+            self._range(node, literals, operands if passes and not row.bounded else [])
             if row.counts or converts(node, dtypes):
                 self.values.add(node)
 
-    def _count(self, node: Node, name: str, operands: list[Node], found: list[float], passed_on: list[Node]) -> None:
-        """Learn the last number of a torch.arange."""
-        if name == "arange" and not operands and found:
-            self._largest[node] = max(map(abs, found))
-        self._largest.update((node, self._largest[n]) for n in passed_on if n in self._largest)
-
-    def _number(self, node: Node, passed_on: list[Node], found: list[float]) -> float | None:
-        """Return the number that a tensor of no dimension holds, where it is known."""
-        if passed_on and passed_on[0] in self.constants:
-            return self.constants[passed_on[0]]
-        filled = (
-            row_of(node).fills
-            and not mutated_operands(node)
-            and len(found) == 1
-            and (_is_scalar(node) or "val" not in node.meta)
-        )
-        return found[0] if filled else None
-
-    def _range(self, node: Node, found: list[float], passed: list[Node]) -> None:
+    def _range(self, node: Node, literals: list[float], passed: list[Node]) -> None:
         """Find values made from literals out of range, or from other values that have such numbers."""
-        extreme = [x for x in found if is_extreme(x, self.low)]
+        extreme = [x for x in literals if is_extreme(x, self.low)]
         read = [n for n in passed if n in self.values and n not in self._tiny]
         if extreme or read:
             self.values.add(node)
             if all(abs(x) == FP32_MAX for x in extreme) and all(n in self.lowest for n in read):
                 self.lowest.add(node)
 
-    def _is_scaled(self, name: str, operands: list[Node], found: list[float]) -> bool:
+    def _is_scaled(self, row: Rule, operands: list[Node], literals: list[float]) -> bool:
         """Say whether an op scales a range of numbers into [-1, 1]."""
-        largest = self._largest.get(operands[0]) if len(operands) == len(found) == 1 else None
+        largest = self._largest.get(operands[0]) if len(operands) == len(literals) == 1 else None
         if largest is None:
             return False
-        return (name == "div" and largest <= abs(found[0])) or (name == "mul" and largest * abs(found[0]) <= 1)
-
-
-def _passed_on(row: Rule, operands: list[Node]) -> list[Node]:
-    """Return the operand whose numbers a call returns unchanged."""
-    return operands[:1] if row.commutes != "" or row.is_cast else []
+        factor = abs(literals[0])
+        return ("quotient" in row.in_norm and largest <= factor) or ("product" in row.in_norm and largest * factor <= 1)
 
 
 def converts(node: Node, dtypes: Dtypes) -> bool:
     """Say whether a float is computed from integers; numbers combined with a low activation are not positions."""
-    operands = [o.node for o in ops.operands(node)]
-    whole = any(_is_whole(dtypes[n]) and not _is_scalar(n) for n in operands)
-    return whole and row_of(node).of_integers and not any(dtypes[n] in LOW_DTYPES for n in operands)
-
-
-def _is_whole(dtype: ValueDtype) -> bool:
-    return isinstance(dtype, torch.dtype) and not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+    operands = [(n, d) for n in (o.node for o in ops.operands(node)) if isinstance(d := dtypes[n], torch.dtype)]
+    whole = any(not (d.is_floating_point or d.is_complex or d == torch.bool) and not _is_scalar(n) for n, d in operands)
+    return whole and row_of(node).of_integers and not any(d in LOW_DTYPES for _, d in operands)
 
 
 def _is_scalar(node: Node) -> bool:

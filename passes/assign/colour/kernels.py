@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,15 +39,13 @@ def runs_in(
         tried: what was found for the same call of this graph before; added to.
     """
     name = ops.name(node)
-    if not row_of(node).tries_low and "::" not in name:
-        return True
-    if not DEVICES[device].is_here():
+    if not (row_of(node).tries_low or "::" in name) or not DEVICES[device].is_here():
         return True
     literals = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda n: None)
     key = (name, dtype, device, repr(literals))
     if key not in tried:
-        low = _runs(node, device, lambda n: dtype if dtype_of(n) in ELIGIBLE else None)
-        tried[key] = low or not _runs(node, device, lambda n: None)
+        low = _runs(node, lambda n: dtype if dtype_of(n) in ELIGIBLE else None)
+        tried[key] = low or not _runs(node, lambda n: None)
     return tried[key]
 
 
@@ -65,7 +64,7 @@ def refuse_untold_writes(graph: Graph, device: str) -> None:
         if not is_registered(name) or key in tried or not DEVICES[device].is_here():
             continue
         tried.add(key)
-        written = next((n for n in _written(node, device) if n not in may_write(node)), None)
+        written = next((n for n in _written(node) if n not in may_write(node)), None)
         if written is not None:
             raise PolicyError(
                 f"register_rule({name!r}): the op writes to its operand {written.name}, and its schema does not say "
@@ -74,54 +73,43 @@ def refuse_untold_writes(graph: Graph, device: str) -> None:
             )
 
 
-def _written(node: Node, device: str) -> list[Node]:
+def _written(node: Node) -> list[Node]:
     """Return the operands that a call on numbers other than zero is seen to write to."""
-    values: dict[Node, object] = {}
-
-    def halves(arg: Node) -> Any:
-        values[arg] = pytree.tree_map(lambda v: _filled(v, None, 0.5), _value(arg, device))
-        return values[arg]
-
     try:
-        args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), halves)
+        values = _values(node, lambda n: None, 0.5)
         before = {n: copy.deepcopy(value) for n, value in values.items()}
-        _call(node, args, kwargs)
+        _call(node, values)
     except Exception:  # whatever a kernel raises that does not take these numbers
         return []
-    return [n for n, value in values.items() if not _same(value, before[n])]
+    leaves = [(n, *p) for n in values for p in zip(*map(pytree.tree_leaves, (values[n], before[n])), strict=True)]
+    return [n for n, a, b in leaves if isinstance(a, torch.Tensor) and not torch.equal(a, b)]
 
 
-def _same(value: Any, before: Any) -> bool:
-    pairs = zip(pytree.tree_leaves(value), pytree.tree_leaves(before), strict=True)
-    return all(not isinstance(a, torch.Tensor) or torch.equal(a, b) for a, b in pairs)
-
-
-def _runs(node: Node, device: str, dtype_of: Callable[[Node], torch.dtype | None]) -> bool:
-    def zeros(arg: Node) -> Any:
-        return pytree.tree_map(lambda v: _filled(v, dtype_of(arg), 0), _value(arg, device))
-
+def _runs(node: Node, dtype_of: Callable[[Node], torch.dtype | None]) -> bool:
     try:
-        _call(node, *torch.fx.map_arg((node.args, dict(node.kwargs)), zeros))
+        _call(node, _values(node, dtype_of, 0))
     except Exception:  # whatever a kernel raises that does not take the dtype
         return False
     return True
 
 
-def _call(node: Node, args: Any, kwargs: Any) -> None:
+def _values(node: Node, dtype_of: Callable[[Node], torch.dtype | None], number: float) -> dict[Node, Any]:
+    """Return operands for a call, of the sizes in the graph: floats hold this number, integers zeros."""
+
+    def filled(value: Any, dtype: torch.dtype | None) -> Any:
+        tensor = concrete(value, dtype)
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
+        return tensor.fill_(number) if tensor.is_floating_point() else tensor.zero_()
+
+    return {n: pytree.tree_map(partial(filled, dtype=dtype_of(n)), n.meta["val"]) for n in node.all_input_nodes}
+
+
+def _call(node: Node, values: dict[Node, Any]) -> None:
+    args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
     target: Any = node.target
     with torch.random.fork_rng(), torch.no_grad():
         if node.op == "call_method":
             getattr(args[0], target)(*args[1:], **kwargs)
         else:
             target(*args, **kwargs)
-
-
-def _value(arg: Node, device: str) -> Any:
-    return arg.meta["val"] if "val" in arg.meta else torch.empty(1, device=device)  # captured without inputs
-
-
-def _filled(value: Any, dtype: torch.dtype | None, number: float) -> Any:
-    made = concrete(value, dtype)
-    if not isinstance(made, torch.Tensor):
-        return made
-    return made.fill_(number) if made.is_floating_point() else made.zero_()

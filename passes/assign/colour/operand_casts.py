@@ -19,9 +19,9 @@ from ...colouring import AS_AUTOCAST, Colouring, Position
 from ...contract.reasons import Code, Reason
 from ...graph.aliases import may_write
 from ...graph.notes import note_of
-from ...graph.values import ANY, ELIGIBLE, LOW_DTYPES, Dtypes, ValueDtype, first_float, is_known
+from ...graph.values import ELIGIBLE, LOW_DTYPES, Dtypes, ValueDtype, first_float
 from ...ops import ops
-from ...ops.rules import PROMOTE, Rule
+from ...ops.rules import Rule
 from .state import Site, State
 
 
@@ -35,48 +35,34 @@ def operand_casts(
 
 def all_to(state: State, site: Site, dtype: torch.dtype, reason: Reason, *, settled: bool = False) -> Colouring:
     """Cast every castable operand that has another dtype."""
-    # An unknown dtype counts as FP32, unless the kernel takes one dtype only and user code passes a low operand.
-    beside_low = site.row.same_dtype and any(state.dtypes[o.node] in LOW_DTYPES for o in site.floats)
-    unknown = dtype in LOW_DTYPES or beside_low
-    cast = [o for o in site.floats if castable(state, o, site.row, dtype)]
-    known = [o for o in cast if unknown or state.dtypes[o.node] is not ANY]
-    casts = operand_casts(state.dtypes, known, lambda o: dtype)
+    operands = (o for o in site.floats if castable(state, o, site.row, dtype))
+    casts = operand_casts(state.dtypes, operands, lambda o: dtype)
     return Colouring(dtype, site.kind, reason, casts, settled=settled)
 
 
 def castable(state: State, operand: ops.Operand, row: Rule, dtype: torch.dtype) -> bool:
     """Say whether a rule lets an operand be cast to a dtype."""
-    held = state.dtypes[operand.node]
-    if held is not ANY and held not in ELIGIBLE:
+    if state.dtypes[operand.node] not in ELIGIBLE or (operand.name in row.uncast and dtype in LOW_DTYPES):
         return False
-    if row.cast_arguments and operand.name not in row.cast_arguments:
-        return False
-    return not (operand.name in row.uncast and dtype in LOW_DTYPES)
+    return not row.cast_arguments or operand.name in row.cast_arguments
 
 
 def natural(state: State, site: Site, reason: Reason, *, settled: bool = False) -> Colouring:
     """Leave the operands as they are; if the kernel rejects mixed dtypes, cast all to the widest."""
-    values = [state.dtypes[o.node] for o in site.floats]
-    held = [d for d in values if isinstance(d, torch.dtype)]
-    widest = functools.reduce(torch.promote_types, held) if held else torch.float32
-    mixed = len(set(held)) > 1
-    if mixed and site.row.same_dtype and site.row.gives != "first":
+    dtypes = [d for o in site.floats if isinstance(d := state.dtypes[o.node], torch.dtype)]
+    widest = functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32
+    if len(set(dtypes)) > 1 and site.row.same_dtype and site.row.gives != "first":
         return all_to(state, site, widest, Code.WIDEST("the kernel rejects mixed operands"), settled=settled)
-    unknown = ANY in values and any(d in LOW_DTYPES for d in held)
-    ranks_known = all("val" in o.node.meta for o in site.floats)
-    if site.kind == PROMOTE and not ranks_known and (mixed or unknown):
-        return all_to(state, site, torch.float32, Code.UNKNOWN_RANK("captured without inputs"))
     return Colouring(widest, site.kind, reason, settled=settled)
 
 
 def keep(state: State, site: Site, reason: Reason) -> Colouring:
     """Cast the operands back to the dtypes that they had when the graph was captured."""
-    before = {o: state.original[o.node] for o in site.floats}
-    before |= {o: torch.float32 for o, d in before.items() if d is ANY and state.dtypes[o.node] in LOW_DTYPES}
-    known = [o for o in site.floats if isinstance(state.dtypes[o.node], torch.dtype)]
-    first = next((d for d in before.values() if isinstance(d, torch.dtype)), torch.float32)
-    casts = operand_casts(state.dtypes, known, before.__getitem__)
-    return Colouring(first_float(state.original[site.node]) or first, site.kind, reason, casts, settled=True)
+    single = [o for o in site.floats if isinstance(state.dtypes[o.node], torch.dtype)]
+    casts = operand_casts(state.dtypes, single, lambda o: state.original[o.node])
+    before = (d for o in site.floats if isinstance(d := state.original[o.node], torch.dtype))
+    dtype = first_float(state.original[site.node]) or next(before, torch.float32)
+    return Colouring(dtype, site.kind, reason, casts, settled=True)
 
 
 def as_autocast(state: State, site: Site) -> Colouring | None:
@@ -86,11 +72,12 @@ def as_autocast(state: State, site: Site) -> Colouring | None:
     """
     why = Code.AS_AUTOCAST("runs under torch.autocast, on operands in autocast's dtypes")
     if state.autocast:
-        found = natural(state, site.of_kind(AS_AUTOCAST), why)
-        return replace(found, dtype=first_float(note_of(site.node).autocast) or found.dtype)
-    made, written = state.under_autocast(site.node), set(may_write(site.node))
+        colouring = natural(state, site.of_kind(AS_AUTOCAST), why)
+        return replace(colouring, dtype=first_float(note_of(site.node).autocast) or colouring.dtype)
+    written = set(may_write(site.node))
     changed = [o for o in site.floats if state.under_autocast(o.node) != state.dtypes[o.node]]
     if any(not isinstance(state.under_autocast(o.node), torch.dtype) or o.node in written for o in changed):
         return None
     casts = operand_casts(state.dtypes, changed, lambda o: state.under_autocast(o.node))
-    return Colouring(first_float(made) or torch.float32, AS_AUTOCAST, why, casts) if is_known(made) else None
+    dtype = first_float(state.under_autocast(site.node)) or torch.float32
+    return Colouring(dtype, AS_AUTOCAST, why, casts)

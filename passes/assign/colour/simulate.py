@@ -14,30 +14,26 @@ from torch.fx import Node
 
 from ...colouring import Colouring
 from ...contract.reasons import Code
-from ...graph.aliases import is_opaque, may_write
+from ...graph.aliases import Aliases, is_opaque, may_write
 from ...graph.bodies import Body, Border
-from ...graph.by_rows import original_dtypes
 from ...graph.notes import note_of
 from ...graph.values import (
-    ANY,
     ELIGIBLE,
     LOW_DTYPES,
-    Aliases,
     Dtypes,
     ValueDtype,
     dtype_reference,
     first_float,
     is_floating,
-    is_known,
     module_types,
+    original_dtypes,
 )
 from ...ops import ops
 from ...ops.facts import accumulates
 from ...ops.rules import KEEP, row_of
 from .decide import decide, site_of
-from .fit_numbers import fit_numbers
+from .fit import fit_kernel, fit_numbers
 from .operand_casts import keep
-from .result_dtypes import fit_kernel
 from .state import State
 
 
@@ -51,22 +47,24 @@ class Simulation(State):
         for node in self.graph.nodes:
             if not node.op.startswith("call"):
                 continue
-            name = ops.name(node)
-            floats = [o for o in ops.operands(node) if is_floating(self.dtypes[o.node]) or self.dtypes[o.node] is ANY]
-            if row_of(node).asks:
-                if row_of(node).asks == "item":
-                    self.dtypes[node] = self.infer(node, self.dtypes.__getitem__)
+            row = row_of(node)
+            floats = [o for o in ops.operands(node) if is_floating(self.dtypes[o.node])]
+            if row.asks == "item":
+                self.dtypes[node] = self.infer(node, self.dtypes.__getitem__)
             elif any(b.first is not None for b in self.border.bodies.get(node, ())):
                 self._enter(node, self.border.bodies[node][0])
-            elif floats or is_floating(self.original[node]):
-                self._visit(node, name, floats)
+            elif not row.asks and (floats or is_floating(self.original[node])):
+                self._visit(node, floats)
             if not self.autocast:
-                self._learn(node, name)
+                self.extremes.visit(node, row, self.dtypes)
+                moves = row.commutes and is_floating(self.dtypes[node])
+                if moves and floats and all(o.node in self.upcast for o in floats):
+                    self.upcast.add(node)
 
     def settle(self) -> None:
         """Run until no alias set that is written has members of different dtypes."""
         self.run()
-        while not self.autocast and self.pin_conflicts():
+        while not self.autocast and self._pin_conflicts():
             self.run()
 
     def returned(self) -> Dtypes:
@@ -74,8 +72,8 @@ class Simulation(State):
         values = self.graph.output_node().all_input_nodes
         if self.border.autocast_outputs:
             return {n: self._output_under_autocast(n) for n in values}
-        held = self.original if self.border.restore_outputs else self.dtypes
-        return {n: held[n] for n in values}
+        dtypes = self.original if self.border.restore_outputs else self.dtypes
+        return {n: dtypes[n] for n in values}
 
     def _output_under_autocast(self, value: Node) -> ValueDtype:
         """Return the dtype of an output that is read under autocast: its dtype here or autocast's, if that is wider.
@@ -84,34 +82,27 @@ class Simulation(State):
         """
         if note_of(value).leaves:
             return note_of(value).leaves_as or self.original[value]
-        held = note_of(value).low_of_its_own or self.dtypes[value]
-        autocast = self.under_autocast(value)
-        if isinstance(held, torch.dtype) and isinstance(autocast, torch.dtype) and {held, autocast} <= {*ELIGIBLE}:
-            return autocast if self.policy.output_dtype == "autocast" else torch.promote_types(held, autocast)
-        return held
+        ours, autocast = note_of(value).low_of_its_own or self.dtypes[value], self.under_autocast(value)
+        if isinstance(ours, torch.dtype) and isinstance(autocast, torch.dtype) and {ours, autocast} <= {*ELIGIBLE}:
+            return autocast if self.policy.output_dtype == "autocast" else torch.promote_types(ours, autocast)
+        return ours
 
-    def pin_conflicts(self) -> bool:
+    def _pin_conflicts(self) -> bool:
         """Pin every mutated alias set whose members got different dtypes; say whether one was not pinned before."""
         for root, members in self.aliases.sets().items():
-            if self._sharing_changes(members):
+            # A cast to or from 64 bits is a copy at every level.
+            several = len({self.dtypes.get(m) for m in members} & {*ELIGIBLE}) > 1
+            if several or (self.aggressive and any(map(self._changes_a_copy, members))):
                 self.pinned.add(root)
                 self.pinned.update(map(self.aliases.find, self._references_of_new_copies(members)))
+        keeps_sums = self.policy.level.keeps_sums_fp32 and not self.autocast
         for node, colouring in self.colours.items():
             written = may_write(node)
-            sums_low = self.policy.level.keeps_sums_fp32 and not self.autocast and self._sums_low(node, written)
+            low = any(self.dtypes[w] in LOW_DTYPES and self.original[w] == torch.float32 for w in written)
+            sums_low = keeps_sums and low and accumulates(node, row_of(node))
             if sums_low or any(o.node in written and o.place in colouring.operand_dtypes for o in ops.operands(node)):
                 self.pinned.update(self.aliases.find(w) for w in written)
         return len(self.pinned) > self._pinned_before
-
-    def _sharing_changes(self, members: Sequence[Node]) -> bool:
-        """Say whether casts would end, or begin, the sharing of a storage that is written."""
-        held = {self.dtypes.get(m) for m in members}
-        # Without shapes the dtype of `y.to(x.dtype)` is unknown; at run time the cast may return y itself.
-        unknown = any(self.dtypes.get(m) is ANY and not is_opaque(m) for m in members)
-        changed = any(self.dtypes.get(m) != self.original.get(m) for m in members)
-        if len(held & {*ELIGIBLE}) > 1 or (unknown and changed):  # a cast to or from 64 bits is a copy at every level
-            return True
-        return any(self._copy_vanishes(m) or self._written_after_copy(m) for m in members)
 
     def _references_of_new_copies(self, members: Sequence[Node]) -> list[Node]:
         """Return the values that are low only beyond O1, and so turn a cast that did nothing into a copy."""
@@ -119,29 +110,22 @@ class Simulation(State):
         known = [r for r in references if r is not None and self.original[r] == self.under_autocast(r)]
         return [_indexed(r) for r in known if self.dtypes[r] != self.original[r]]
 
-    def _copy_vanishes(self, node: Node) -> bool:
-        """Say whether a user cast that made a copy no longer does, because its operand is low beyond O1."""
-        value = node.args[0] if self.aggressive and row_of(node).is_cast else None
-        if not isinstance(value, Node) or not isinstance(self.dtypes[node], torch.dtype):
-            return False
-        copied = any(held(value) != held(node) for held in (self.original.get, self.under_autocast))
-        return copied and bool(self.dtypes[value] == self.dtypes[node])
+    def _changes_a_copy(self, node: Node) -> bool:
+        """Say whether a copy ends, or begins, the sharing of a written storage because a value is low beyond O1.
 
-    def _written_after_copy(self, value: Node) -> bool:
-        """Say whether a value that is low beyond O1 is written after a read that makes a copy under autocast."""
-        if not self.aggressive or self.autocast or self.dtypes[value] not in LOW_DTYPES:
+        A user cast that made a copy no longer does, since its operand is low; or the value is written after a read that
+        makes a copy under autocast.
+        """
+        value = node.args[0] if row_of(node).is_cast else None
+        if isinstance(value, Node) and isinstance(self.dtypes[node], torch.dtype):
+            copied = any(of(value) != of(node) for of in (self.original.get, self.under_autocast))
+            if copied and self.dtypes[value] == self.dtypes[node]:
+                return True
+        if self.dtypes[node] not in LOW_DTYPES or self.under_autocast(node) != torch.float32:
             return False
-        if self.under_autocast(value) != torch.float32:
-            return False
-        seeds = (r for r in value.users if r in self.colours and self.colours[r].kind == "low")
-        last = self.graph.output_node()
-        return any(self.aliases.epoch(value, r) < self.aliases.epoch(value, last) for r in seeds)
-
-    def _sums_low(self, node: Node, written: Sequence[Node]) -> bool:
-        """Say whether many values are summed in place into a low value that is FP32 in the user's code."""
-        row = row_of(node)
-        low = any(self.dtypes[w] in LOW_DTYPES and self.original[w] == torch.float32 for w in written)
-        return low and accumulates(node, row)
+        readers = (r for r in node.users if r in self.colours and self.colours[r].kind == "low")
+        last = self.aliases.epoch(node, self.graph.output_node())
+        return any(self.aliases.epoch(node, r) < last for r in readers)
 
     def _enter(self, node: Node, body: Body) -> None:
         """Run through the body of a higher-order op with the dtypes that its operands have here.
@@ -160,49 +144,27 @@ class Simulation(State):
         inside.settle()
         self.bodies[node] = inside
         self.dtypes[node] = self.original[node] if pinned else body.dtypes(inside.dtypes)
+        why = Code.BODY("its body is rewritten, for the dtypes of its operands")
         dtype = first_float(self.dtypes[node]) or torch.float32
-        why = (
-            Code.MUTATED(Code.MUTATED.meaning)
-            if pinned
-            else Code.BODY("its body is rewritten, for the dtypes of its operands")
-        )
-        self.colours[node] = Colouring(dtype, "body", why)
+        self.colours[node] = Colouring(dtype, "body", Code.MUTATED(Code.MUTATED.meaning) if pinned else why)
 
-    def _visit(self, node: Node, name: str, floats: list[ops.Operand]) -> None:
+    def _visit(self, node: Node, floats: list[ops.Operand]) -> None:
         """Decide on one node, and infer the dtypes of its results."""
-        site = site_of(self, node, name, floats)
+        site = site_of(self, node, ops.name(node), floats)
         colouring = decide(self, site)
         if colouring is None:
             return
-        colouring, made = fit_kernel(self, node, colouring)
-        why = self._refused(node, made) if not self.autocast and self._runs_low(floats, colouring) else ""
-        if why:
-            colouring, made = fit_kernel(self, node, keep(self, site.of_kind(KEEP), Code.KEEP(why)))
+        colouring, results = fit_kernel(self, node, colouring)
         if not self.autocast:
-            colouring, made = fit_numbers(self, site, colouring, made)
+            dtypes = (colouring.operand_dtypes.get(o.place, self.dtypes[o.node]) for o in floats)
+            # Complex numbers of 16 bits are made of FP16, from torch 2.15 on of BF16 too.
+            halves = isinstance(results, torch.dtype) and results.is_complex and results.itemsize == 4
+            if halves and results != self.original[node] and any(d in LOW_DTYPES for d in dtypes):
+                why = Code.KEEP("complex numbers are not rounded")
+                colouring, results = fit_kernel(self, node, keep(self, site.of_kind(KEEP), why))
+            colouring, results = fit_numbers(self, site, colouring, results)
         causes = tuple(o.node for o in floats if o.node in self.colours)
-        self.colours[node], self.dtypes[node] = replace(colouring, causes=causes), made
-
-    def _refused(self, node: Node, made: ValueDtype) -> str:
-        """Return why a node that reads low values must keep its captured dtypes, "" if it may run with low operands."""
-        if not is_known(made):
-            return "the dtype of its result is not known without shapes"
-        # Of FP16 numbers; from torch 2.15 on of BF16 ones too.
-        low = isinstance(made, torch.dtype) and made.is_complex and made.itemsize == 4
-        return "complex numbers are not rounded" if low and made != self.original[node] else ""
-
-    def _runs_low(self, floats: list[ops.Operand], colouring: Colouring) -> bool:
-        return any(colouring.operand_dtypes.get(o.place, self.dtypes[o.node]) in LOW_DTYPES for o in floats)
-
-    def _learn(self, node: Node, name: str) -> None:
-        """Derive from the operands whether the result was upcast by the user, or is out of the low range."""
-        row = row_of(node)
-        self.extremes.visit(node, name, row, self.dtypes)
-        if not is_floating(self.dtypes[node]):
-            return
-        inputs = [o.node for o in ops.operands(node) if is_floating(self.dtypes[o.node])]
-        if inputs and row.commutes and all(i in self.upcast for i in inputs):
-            self.upcast.add(node)
+        self.colours[node], self.dtypes[node] = replace(colouring, causes=causes), results
 
 
 def _indexed(value: Node) -> Node:

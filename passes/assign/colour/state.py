@@ -13,11 +13,11 @@ from ...colouring import Colours
 from ...contract.policy import Policy, names_nodes
 from ...graph.bodies import Border
 from ...graph.islands import islands
-from ...graph.values import ANY, Aliases, Dtypes, Infer, ValueDtype, keys
+from ...graph.values import Aliases, Dtypes, Infer, ValueDtype, keys
 from ...ops import ops
 from ...ops.rules import Rule
 from .extremes import Extremes
-from .user_casts import Casts, observed, uncopied_without_grad
+from .user_casts import observed, uncopied_without_grad
 
 # The modules that each call was made in, as `values.module_types` gives them.
 Stacks = Mapping[Node, Sequence[tuple[str, tuple[str, ...]]]]
@@ -76,10 +76,9 @@ class State:
         self.autocast, self.stacks, self.border = autocast, stacks or {}, border or Border()
         self.device = policy.device or "cpu"
         self.low: Any = policy.dtype
-        self.user_casts = Casts(original)
         self.named = keys(graph.nodes) if names_nodes(policy) else {}
         self.tried: dict[Any, bool] = {}
-        self.pinned = {aliases.find(v) for v in observed(graph) if original[v] in (torch.float32, ANY)}
+        self.pinned = {aliases.find(v) for v in observed(graph) if original[v] == torch.float32}
         self.aggressive = not autocast and policy.level.stores_low
         self.islands = islands(graph) if self.aggressive else frozenset()
         self.reference = reference

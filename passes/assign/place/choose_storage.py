@@ -1,12 +1,11 @@
 """Choose the dtype of every free value so that the fewest bytes move. At O1 this changes no rounding.
 
-    free               which values may be stored in either dtype
-    uses               who reads each value, and what each reader needs
-    placement_problem  what must go together, and what each net costs
-    cut                the cheapest placement
-    apply_cut          its dtypes, casts and reasons
+    free     which values may be stored in either dtype
+    problem  who reads each value, what must go together, and what each net costs
+    cut      the cheapest placement
+    here     its dtypes, casts and reasons
 
-What is fixed stays as the simulation left it, and so does what each reader needs. Without shapes every cast costs one.
+What is fixed stays as the simulation left it, and so does what each reader needs.
 
 Before: t = view(logits: bf16); to(t, f32) -> loss; to(logits, f32) -> output
 After:  w = to(logits, f32) -> output; view(w) -> loss
@@ -14,54 +13,43 @@ After:  w = to(logits, f32) -> output; view(w) -> loss
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import functools
+from dataclasses import replace
 
 import torch
 from networkx import NetworkXUnbounded
-from torch.fx import Graph, Node
+from torch.fx import Node
 
-from ...colouring import Colours
+from ...colouring import Colouring, Colours, Position
 from ...contract.dtypes import dtype_name
 from ...contract.errors import PlanError, VerificationError
 from ...contract.penalties import Penalties
 from ...contract.plan import Plan
 from ...contract.plan_format import REMEDY
-from ...contract.policy import Policy
+from ...contract.reasons import Code
 from ...contract.timing import Timer
 from ...graph.grad import requires_grad
-from ...graph.values import Dtypes, keys
-from ...ops.rules import row_of
+from ...graph.values import ELIGIBLE, Dtypes, ValueDtype, dtype_reference, first_float, keys
+from ...ops import ops
+from ...ops.rules import LOW, row_of
+from ..colour.operand_casts import operand_casts
 from ..colour.simulate import Simulation
-from .apply_cut import apply_cut
-from .costs import ByteCosts, Costs, UnitCosts
+from .costs import ByteCosts, MeasuredCosts
 from .cut import Problem, Variable, solve
 from .free import free_nodes
-from .measured_costs import MeasuredCosts
-from .placement_problem import price, unpriced_problem
-from .uses import Uses
+from .problem import Uses, price, unpriced_problem
 
 
 def choose_storage(
-    graph: Graph,
-    policy: Policy,
-    simulation: Simulation,
-    plan: Plan | None = None,
-    *,
-    symbolic: bool = False,
-    timer: Timer | None = None,
-    penalties: Penalties | None = None,
+    simulation: Simulation, plan: Plan | None = None, timer: Timer | None = None, penalties: Penalties | None = None
 ) -> tuple[Colours, Dtypes]:
     """Choose the dtype of every free value by minimum cut; return the decisions and the dtypes of all values.
 
     With a plan to replay, its colours are taken: the cut depends on sizes, and another example may have others.
 
     Args:
-        graph: legalized, not changed.
-        policy: with dtype and device filled in.
         simulation: what was decided so far.
         plan: one to replay.
-        symbolic: no shapes are known.
         timer: gives measured costs, in place of bytes.
         penalties: what errors cost beside.
 
@@ -69,41 +57,87 @@ def choose_storage(
         PlanError: the plan stores a value low that a reader needs in FP32.
         VerificationError: no placement is possible, which is a bug.
     """
-    low: Any = policy.dtype
-    grad = requires_grad(graph)
+    grad, device = requires_grad(simulation.graph), simulation.device
     free = free_nodes(simulation, grad)
     if not free:
         return simulation.colours, simulation.dtypes
-    uses, costs = Uses(simulation, free), _costs(policy.device or "cpu", low, grad, symbolic, timer)
-    problem = unpriced_problem(simulation, uses)
-    if plan is None:
-        price(problem, simulation, uses, costs, grad, symbolic=symbolic, penalties=penalties)
-        try:
-            low_side = solve(problem)
-        except NetworkXUnbounded as e:
-            raise VerificationError(
-                "dtypes of values in this graph have conflicting constraints. This is a bug in fxamp; please report it."
-            ) from e
-    else:
-        low_side = _planned(problem, plan, graph, free, low)
-    return apply_cut(low_side, simulation, uses, costs)
+    costs = ByteCosts(device, grad) if timer is None else MeasuredCosts(device, simulation.low, grad, timer)
+    uses = Uses(simulation, free, grad)
+    problem = unpriced_problem(uses)
+    if plan is not None:
+        return _placed(_planned(problem, plan, uses), uses, costs)
+    price(problem, uses, costs, penalties)
+    try:
+        return _placed(solve(problem), uses, costs)
+    except NetworkXUnbounded as e:
+        raise VerificationError(
+            "dtypes of values in this graph have conflicting constraints. This is a bug in fxamp; please report it."
+        ) from e
 
 
-def _costs(device: str, low: torch.dtype, grad: frozenset[Node], symbolic: bool, timer: Timer | None) -> Costs:
-    """Return the costs by which placements are compared."""
-    if symbolic:
-        return UnitCosts()
-    return ByteCosts(device, grad) if timer is None else MeasuredCosts(device, low, grad, timer)
-
-
-def _planned(problem: Problem, plan: Plan, graph: Graph, free: Iterable[Node], low: torch.dtype) -> set[Variable]:
+def _planned(problem: Problem, plan: Plan, uses: Uses) -> set[Variable]:
     """Return the low side that a plan gives; values that are tied to a low value are low too."""
-    colours, names = {d.key: d.colour for d in plan.decisions}, keys(graph.nodes)
-    low_side: set[Variable] = set()
-    for node in free:
+    colours, names = {d.key: d.colour for d in plan.decisions}, keys(uses.simulation.graph.nodes)
+    low, low_side = dtype_name(uses.simulation.low), set[Variable]()
+    for node in uses.free:
         owner = node.args[0] if row_of(node).asks == "item" else node
-        if owner in low_side or colours.get(names[node]) == dtype_name(low):
+        if owner in low_side or colours.get(names[node]) == low:
             low_side.add(node)
     if problem.cost(low_side) == float("inf"):
         raise PlanError(f"the plan stores a value in 16 bits that an op reading it needs in FP32; {REMEDY}")
     return low_side
+
+
+def _placed(low_side: set[Variable], uses: Uses, costs: ByteCosts) -> tuple[Colours, Dtypes]:
+    """Return the decisions and the dtypes of all values, with the free values where the cut stores them."""
+    simulation, dtypes = uses.simulation, dict(uses.simulation.dtypes)
+    for node in uses.free:
+        side, dtype = simulation.low if node in low_side else torch.float32, dtypes[node]
+        # In a tuple only the dtypes that autocast casts change.
+        dtypes[node] = tuple(side if d in ELIGIBLE else d for d in dtype) if isinstance(dtype, tuple) else side
+    colours = {
+        node: _compared(node, colouring, dtypes)
+        if uses.takes_either(node)
+        else _recoloured(node, colouring, simulation.low if node in low_side else torch.float32, dtypes, uses, costs)
+        for node, colouring in simulation.colours.items()
+    }
+    return colours, dtypes
+
+
+def _compared(node: Node, colouring: Colouring, dtypes: Dtypes) -> Colouring:
+    """Return the decision on a comparison, which reads its operands in the dtypes in which they are stored."""
+    floats = [d for o in ops.operands(node) if isinstance(d := dtypes[o.node], torch.dtype) and d in ELIGIBLE]
+    return replace(colouring, dtype=functools.reduce(torch.promote_types, floats)) if floats else colouring
+
+
+def _recoloured(
+    node: Node, colouring: Colouring, side: torch.dtype, dtypes: Dtypes, uses: Uses, costs: ByteCosts
+) -> Colouring:
+    """Return the decision on a node, given how its value and its operands are stored."""
+    before = uses.simulation.dtypes
+    placed = replace(colouring, operand_dtypes=_casts(node, colouring, side, dtypes, uses))
+    if dtypes[node] != before[node] and node in uses.free:
+        word = "FP32" if side == torch.float32 else "low"
+        why = Code.CUT(f"stored {word}, which {costs.objective} ({colouring.reason.code})")
+        if colouring.kind == LOW:
+            why = Code.NOT_WORTH_CASTS("on this device it takes longer in low, counting its casts")
+        placed = replace(placed, dtype=side, reason=why)
+    reference = dtype_reference(node)
+    if reference is not None and any(dtypes[n] != before[n] for n in (node, reference)):
+        placed = replace(placed, set_dtype=first_float(dtypes[node]))  # the dtype that it follows has changed
+    return placed
+
+
+def _casts(
+    node: Node, colouring: Colouring, side: torch.dtype, dtypes: Dtypes, uses: Uses
+) -> dict[Position, torch.dtype]:
+    """Return the casts of a node, given how the cut stores its operands."""
+    if uses.upcasts(node):  # the user's upcast needs no cast of ours
+        return {}
+
+    def wanted(operand: ops.Operand) -> ValueDtype:
+        if dtypes[operand.node] not in ELIGIBLE:
+            return colouring.operand_dtypes.get(operand.place)
+        return uses.wanted(node, operand.place, side)
+
+    return operand_casts(dtypes, ops.operands(node), wanted)

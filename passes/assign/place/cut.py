@@ -225,14 +225,14 @@ def _add_net(graph: nx.DiGraph[Hashable], net: Net, i: int) -> None:
 
 def _reaching(sink: Hashable, residual: nx.DiGraph[Hashable]) -> set[Hashable]:
     """Return the vertices that can still reach the sink: the smallest FP32 side of all minimum cuts."""
-    found, front = {sink}, [sink]
+    reached, front = {sink}, [sink]
     while front:
         w = front.pop()
         for v, data in residual.pred[w].items():
-            if v not in found and data["flow"] < data["capacity"]:
-                found.add(v)
+            if v not in reached and data["flow"] < data["capacity"]:
+                reached.add(v)
                 front.append(v)
-    return found
+    return reached
 
 
 def _infinite(graph: nx.DiGraph[Hashable], tail: Hashable, head: Hashable) -> None:
@@ -247,5 +247,5 @@ def _edge(graph: nx.DiGraph[Hashable], tail: Hashable, head: Hashable, capacity:
         _infinite(graph, tail, head)
         return
     if capacity and not (graph.has_edge(tail, head) and "capacity" not in graph.edges[tail, head]):
-        held = graph.edges[tail, head]["capacity"] if graph.has_edge(tail, head) else 0
-        graph.add_edge(tail, head, capacity=held + capacity)
+        before = graph.edges[tail, head]["capacity"] if graph.has_edge(tail, head) else 0
+        graph.add_edge(tail, head, capacity=before + capacity)

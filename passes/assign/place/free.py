@@ -8,7 +8,6 @@ stays FP32.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,9 +17,9 @@ from ...colouring import Colouring
 from ...graph.aliases import may_alias
 from ...graph.literals import numbers
 from ...graph.notes import note_of
-from ...graph.values import concrete_size, is_floating, is_known, literal_dtype
+from ...graph.values import ValueDtype, concrete_size, is_floating, literal_dtype
 from ...ops import ops
-from ...ops.facts import facts_of, lacks_low
+from ...ops.facts import Facts, facts_of, lacks_low
 from ...ops.rules import FOLLOW, FP32, LOW, PROMOTE, Rule, row_of
 from ..colour.kernels import runs_in
 from ..colour.simulate import Simulation
@@ -34,14 +33,22 @@ def free_nodes(simulation: Simulation, grad: frozenset[Node]) -> dict[Node, None
         simulation: what was decided so far.
         grad: the values that gradients flow through.
     """
-    checks = (*_ALWAYS, *(_BEYOND_AUTOCAST if simulation.aggressive else _AS_AUTOCAST))
     free: dict[Node, None] = {}
     low = touched(simulation.graph, simulation.dtypes) if simulation.aggressive else set()
     for node in simulation.graph.nodes:
         item = row_of(node).asks == "item" and node.args[0] in free and is_floating(simulation.dtypes[node])
-        if item or (node in simulation.colours and _passes(checks, simulation, node, grad, node in low)):
+        if item or (node in simulation.colours and _is_free(simulation, node, node in grad, node in low)):
             free[node] = None
     return free
+
+
+def _is_free(simulation: Simulation, node: Node, grad: bool, low: bool) -> bool:
+    floats = tuple(o for o in ops.operands(node) if is_floating(simulation.dtypes[o.node]))
+    dtypes = tuple(simulation.dtypes[o.node] for o in floats)
+    candidate = _Candidate(simulation, node, simulation.colours[node], row_of(node), floats, dtypes, grad, low)
+    if not _is_open(candidate):
+        return False
+    return _is_insensitive(candidate) if simulation.aggressive else _is_as_autocasts(candidate)
 
 
 @dataclass(frozen=True)
@@ -49,9 +56,8 @@ class _Candidate:
     """A node that has a colour, and its properties.
 
     Attributes:
-        read: all its operands.
-        floats: those that are floating.
-        held: their dtypes.
+        floats: the operands that are floating.
+        dtypes: theirs.
         grad: gradients flow through it.
         touched: it is low, or computed from a low value.
     """
@@ -60,182 +66,103 @@ class _Candidate:
     node: Node
     colouring: Colouring
     row: Rule
-    read: tuple[Node, ...]
     floats: tuple[ops.Operand, ...]
-    held: tuple[object, ...]
+    dtypes: tuple[ValueDtype, ...]
     grad: bool
     touched: bool
 
-
-Check = Callable[[_Candidate], bool]
-
-
-def _passes(
-    checks: tuple[Check, ...], simulation: Simulation, node: Node, grad: frozenset[Node], touched: bool
-) -> bool:
-    dtypes = simulation.dtypes
-    row = row_of(node)
-    operands = list(ops.operands(node))
-    floats = tuple(o for o in operands if is_floating(dtypes[o.node]))
-    held, read = tuple(dtypes[o.node] for o in floats), tuple(o.node for o in operands)
-    candidate = _Candidate(
-        simulation, node, simulation.colours[node], row, read, floats, held, node in grad, touched
-    )  # fmt: skip
-    return all(check(candidate) for check in checks)
+    @property
+    def facts(self) -> Facts:
+        """What was measured of the op in this low dtype."""
+        return facts_of(self.node, self.simulation.device, self.simulation.low)
 
 
-# At every level.
-
-
-def _has_an_open_kind(c: _Candidate) -> bool:
-    """Its kind leaves the dtype open; the kind of a matrix product does so only at O2 with measured costs."""
-    policy = c.simulation.policy
+def _is_open(c: _Candidate) -> bool:
+    """Say whether either dtype is possible, at every level."""
+    node, aliases, policy = c.node, c.simulation.aliases, c.simulation.policy
+    low, either = c.simulation.low, (c.simulation.low, torch.float32)
+    # The kind of a matrix product leaves its dtype open only at O2 with measured costs.
     measured = policy.level.may_keep_products_fp32 and policy.cost == "measured"
     product = measured and c.colouring.kind == LOW and not c.colouring.settled
-    return product or c.colouring.kind in (PROMOTE, FOLLOW, FP32)
-
-
-def _makes_a_value(c: _Candidate) -> bool:
-    """It does not write in place, and lies in no autocast region of the user's."""
-    return not ops.name(c.node).endswith("_") and note_of(c.node).region is None
-
-
-def _names_no_dtype(c: _Candidate) -> bool:
-    return not c.colouring.literals and literal_dtype(c.node) is None
-
-
-def _is_in_either_dtype(c: _Candidate) -> bool:
-    """It runs in one of the two dtypes, and every operand has one of them."""
-    either = (c.simulation.low, torch.float32)
-    return c.colouring.dtype in either and all(d in either for d in c.held if not isinstance(d, tuple))
-
-
-def _is_known(c: _Candidate) -> bool:
-    dtypes = c.simulation.dtypes
-    return is_floating(dtypes[c.node]) and all(is_known(dtypes[n]) for n in (c.node, *c.read))
-
-
-def _shares_no_written_storage(c: _Candidate) -> bool:
-    aliases = c.simulation.aliases
-    view = may_alias(c.node) and any(aliases.is_mutated(o.node) for o in c.floats)
-    return not view and not aliases.is_mutated(c.node)
-
-
-def _reads_a_float(c: _Candidate) -> bool:
-    return bool(c.floats)
-
-
-def _has_no_low_weights(c: _Candidate) -> bool:
-    """It reads no low weights; a norm takes those only if its input is low too."""
-    return not any(o.name in c.row.uncast and d == c.simulation.low for o, d in zip(c.floats, c.held, strict=True))
-
-
-_ALWAYS: tuple[Check, ...] = (
-    _has_an_open_kind, _makes_a_value, _names_no_dtype, _is_in_either_dtype, _is_known, _shares_no_written_storage,
-    _reads_a_float, _has_no_low_weights,
-)  # fmt: skip
-
-
-# From O2 on: what is not sensitive.
-
-
-def _is_not_sensitive(c: _Candidate) -> bool:
-    return c.colouring.kind != FP32 and not c.colouring.settled
-
-
-def _gives_what_it_reads(c: _Candidate) -> bool:
-    """Its output has the dtype of its operands, not of its weights."""
-    return c.row.gives in ("float", "first") and c.floats[0].name not in c.row.uncast
-
-
-def _fits_low(c: _Candidate) -> bool:
-    """The low dtype can hold it and its operands, and the user has cast none of them up."""
-    extreme, upcast = c.simulation.extremes.values, c.simulation.upcast
-    return c.node not in extreme and not any(o.node in extreme or o.node in upcast for o in c.floats)
-
-
-def _is_rounded_anyway(c: _Candidate) -> bool:
-    """A low value has touched it, or it only moves values: what is computed from FP32 alone stays FP32."""
-    return c.touched or c.row.commutes != ""
-
-
-def _has_a_low_kernel(c: _Candidate) -> bool:
-    state = c.simulation
-    return not lacks_low(c.node, c.row, state.device) and runs_in(
-        c.node, state.low, state.device, state.dtypes.get, state.tried
+    return (
+        (product or c.colouring.kind in (PROMOTE, FOLLOW, FP32))
+        # It makes a value outside the user's autocast regions, and names neither a dtype nor a number of one.
+        and not ops.name(node).endswith("_")
+        and note_of(node).region is None
+        and not c.colouring.literals
+        and literal_dtype(node) is None
+        # It runs in one of the two dtypes, and gives and reads floats of these.
+        and c.colouring.dtype in either
+        and all(d in either for d in c.dtypes if not isinstance(d, tuple))
+        and is_floating(c.simulation.dtypes[node])
+        and bool(c.floats)
+        # Nothing writes to the storage that it shares.
+        and not (may_alias(node) and any(aliases.is_mutated(o.node) for o in c.floats))
+        and not aliases.is_mutated(node)
+        # A norm takes low weights only if its input is low too.
+        and not any(o.name in c.row.uncast and d == low for o, d in zip(c.floats, c.dtypes, strict=True))
     )
 
 
-_BEYOND_AUTOCAST: tuple[Check, ...] = (
-    _is_not_sensitive, _gives_what_it_reads, _fits_low, _is_rounded_anyway, _has_a_low_kernel,
-)  # fmt: skip
+def _is_insensitive(c: _Candidate) -> bool:
+    """Say whether an op may be low or FP32 from O2 on: it is not sensitive."""
+    state, extreme = c.simulation, c.simulation.extremes.values
+    return (
+        c.colouring.kind != FP32
+        and not c.colouring.settled
+        # Its output has the dtype of its operands, not of its weights.
+        and c.row.gives in ("float", "first")
+        and c.floats[0].name not in c.row.uncast
+        # The low dtype can hold it and its operands, and the user has cast none of them up.
+        and c.node not in extreme
+        and not any(o.node in extreme or o.node in state.upcast for o in c.floats)
+        # A low value has touched it, or it only moves values: what is computed from FP32 alone stays FP32.
+        and (c.touched or c.row.commutes != "")
+        and not lacks_low(c.node, c.row, state.device)
+        and runs_in(c.node, state.low, state.device, state.dtypes.get, state.tried)
+    )
 
 
-# At O1: what changes no value.
-
-
-def _rounds_nothing(c: _Candidate) -> bool:
-    """It only moves values; or it is FP32 by autocast's list, reads low, and its low kernels compute in FP32."""
+def _is_as_autocasts(c: _Candidate) -> bool:
+    """Say whether an op may be low or FP32 at O1: neither its value nor a gradient changes."""
     if c.colouring.kind != FP32:
-        return _only_moves(c)
-    known = facts_of(c.node, c.simulation.device, c.simulation.low)
-    internal = known.fp32_internal and (known.fp32_backward or not c.grad) and known.status == "measured"
-    return internal and all(d == c.simulation.low for d in c.held)
-
-
-def _sums_gradients_as_asked(c: _Candidate) -> bool:
-    """Storing it low lets readers share a cast and sum gradients in low, which the policy must allow.
-
-    Its own readers share the value, and the cast of its operand may be shared with that operand's other readers, as
-    where a product reads a view of a weight that another one reads whole.
-    """
+        rounds_nothing = _only_moves(c)
+    else:  # by autocast's list: it reads low, and its low kernels compute in FP32
+        exact = c.facts.fp32_internal and (c.facts.fp32_backward or not c.grad) and c.facts.status == "measured"
+        rounds_nothing = exact and all(d == c.simulation.low for d in c.dtypes)
+    # Stored low its readers share it, and may share the cast of its operand with that operand's other readers, as where
+    # a product reads a view of a weight that another one reads whole. Gradients are then summed in low.
     share = c.simulation.policy.sharing
-    if share == "always" or not c.grad:
-        return True
-    alone = share != "weights" or all(len(o.node.users) <= 1 for o in c.floats)
-    return len(c.node.users) <= 1 and alone
+    alone = len(c.node.users) <= 1 and (share != "weights" or all(len(o.node.users) <= 1 for o in c.floats))
+    return rounds_nothing and (share == "always" or not c.grad or alone)
 
 
 def _only_moves(c: _Candidate) -> bool:
     """It only moves values, and low holds its literals exactly: rounding before and after it is the same."""
-    if not _commutes(c) or c.colouring.operand_dtypes or _lets_a_number_pass(c) or (c.grad and _broadcasts(c)):
-        return False
-    if c.simulation.dtypes[c.node] == torch.float32 and _is_compacted(c.node.meta.get("val")):
-        return False
-    return all(torch.tensor(x, dtype=c.simulation.low).item() == x for x in numbers(c.node))
-
-
-def _commutes(c: _Candidate) -> bool:
-    """Say whether rounding may cross it: by its row, and in this low dtype as measured where it was measured."""
-    if not c.row.commutes:
-        return False
-    known = facts_of(c.node, c.simulation.device, c.simulation.low)
-    return known.commutes_forward and (known.commutes_backward or not c.grad)
+    low, dtype = c.simulation.low, c.simulation.dtypes[c.node]
+    return (
+        c.row.commutes != ""
+        and c.facts.commutes_forward
+        and (c.facts.commutes_backward or not c.grad)
+        and not c.colouring.operand_dtypes
+        and not (dtype == low and torch.float32 in c.dtypes)  # an FP32 scalar beside it does not promote it
+        and not (c.grad and _broadcasts(c))
+        and not (dtype == torch.float32 and _is_compacted(c.node.meta.get("val")))
+        and all(torch.tensor(x, dtype=low).item() == x for x in numbers(c.node))
+    )
 
 
 def _broadcasts(c: _Candidate) -> bool:
     """Say whether it repeats an operand along a dimension, so that gradients of that operand are added up."""
-    shapes = [[concrete_size(s) for s in v.shape] for v in map(_value, c.read) if v is not None]
-    out, floats = _value(c.node), [v for v in (_value(o.node) for o in c.floats) if v is not None]
-    if out is None or len(shapes) < 2 or all(v.shape == out.shape for v in floats):
+    tensors = [(n, v) for n in c.node.all_input_nodes if isinstance(v := n.meta.get("val"), torch.Tensor)]
+    shapes, floats = [[concrete_size(s) for s in v.shape] for _, v in tensors], {o.node for o in c.floats}
+    out = c.node.meta.get("val")
+    if not isinstance(out, torch.Tensor) or all(v.shape == out.shape for n, v in tensors if n in floats):
         return False
     try:
-        return list(torch.broadcast_shapes(*shapes)) == [concrete_size(s) for s in out.shape]
+        return len(shapes) > 1 and list(torch.broadcast_shapes(*shapes)) == [concrete_size(s) for s in out.shape]
     except RuntimeError:  # they are joined, not broadcast
         return False
-
-
-def _value(node: Node) -> torch.Tensor | None:
-    found = node.meta.get("val")
-    return found if isinstance(found, torch.Tensor) else None
-
-
-def _lets_a_number_pass(c: _Candidate) -> bool:
-    """Say whether it is low and combined with an FP32 scalar, which does not promote it."""
-    return c.simulation.dtypes[c.node] == c.simulation.low and torch.float32 in c.held
-
-
-_AS_AUTOCAST: tuple[Check, ...] = (_rounds_nothing, _sums_gradients_as_asked)
 
 
 def _is_compacted(value: object) -> bool:

@@ -27,13 +27,13 @@ from ..colour.simulate import Simulation
 
 def touched(graph: Graph, dtypes: Dtypes) -> set[Node]:
     """Return the values that are low, and those that are computed from a low one."""
-    found: set[Node] = set()
+    nodes: set[Node] = set()
     for node in graph.nodes:
         dtype = dtypes.get(node)
         low = any(d in LOW_DTYPES for d in dtype) if isinstance(dtype, tuple) else dtype in LOW_DTYPES
-        if low or not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
+        if low or not nodes.isdisjoint(node.all_input_nodes):
+            nodes.add(node)
+    return nodes
 
 
 def saturate(simulation: Simulation, colours: Colours, dtypes: Dtypes) -> Colours:
@@ -46,8 +46,8 @@ def saturate(simulation: Simulation, colours: Colours, dtypes: Dtypes) -> Colour
     """
     if not simulation.aggressive:
         return colours
-    by_autocast = _rounded_by_autocast(simulation)
-    plain = _Ranges(simulation, dtypes)
+    by_autocast, unbounded = _rounded_by_autocast(simulation), _unbounded(simulation)
+    unbounded -= touched(simulation.graph, dtypes)
     down = [
         (node, o.place, o.node)
         for node, colouring in colours.items()
@@ -55,7 +55,7 @@ def saturate(simulation: Simulation, colours: Colours, dtypes: Dtypes) -> Colour
         if colouring.operand_dtypes.get(o.place) in LOW_DTYPES and dtypes[o.node] == torch.float32
     ]
     # If one reader needs the range, all readers get it, so that they share the cast.
-    beyond = {value for node, where, value in down if (node, where) not in by_autocast and plain.open(value)}
+    beyond = {value for node, where, value in down if (node, where) not in by_autocast and value in unbounded}
     clamped: dict[Node, dict[Position, None]] = {}
     for node, where, value in down:
         if value in beyond:
@@ -66,9 +66,9 @@ def saturate(simulation: Simulation, colours: Colours, dtypes: Dtypes) -> Colour
 def _rounded_by_autocast(simulation: Simulation) -> set[tuple[Node, Position]]:
     """Return the operands that autocast casts down too, there or in every later read of a value that is only moved."""
     reference = simulation.reference
-    found: set[tuple[Node, Position]] = set()
+    operands: set[tuple[Node, Position]] = set()
     if reference is None:
-        return found
+        return operands
     moved: set[Node] = set()  # low values of which every read is one that autocast casts down
     readers: dict[Node, list[tuple[Node, Position]]] = {n: [] for n in simulation.graph.nodes}
     for node in simulation.graph.nodes:
@@ -78,37 +78,27 @@ def _rounded_by_autocast(simulation: Simulation) -> set[tuple[Node, Position]]:
         casts = reference.colours[node].operand_dtypes if node in reference.colours else {}
         for o in ops.operands(node):
             if casts.get(o.place) in LOW_DTYPES or node in moved:
-                found.add((node, o.place))
-        if row_of(node).commutes and readers[node] and all(r in found for r in readers[node]):
+                operands.add((node, o.place))
+        if row_of(node).commutes and readers[node] and operands.issuperset(readers[node]):
             moved.add(node)
-    return found
+    return operands
 
 
-class _Ranges:
-    """Which values of a graph may leave the low dtype's range at a later call."""
-
-    def __init__(self, simulation: Simulation, dtypes: Dtypes) -> None:
-        self._original = simulation.original
-        self._open: dict[Node, bool] = {}
-        for node in simulation.graph.nodes:
-            self._open[node] = self._is_open(node)
-        self._touched = touched(simulation.graph, dtypes)
-
-    def open(self, value: Node) -> bool:
-        """Say whether nothing bounds a value that no 16-bit value has touched."""
-        return self._open[value] and value not in self._touched
-
-    def _is_open(self, node: Node) -> bool:
-        if not node.op.startswith("call"):
-            return not is_parameter(node) and not math.isinf(note_of(node).constant or 0.0)
+def _unbounded(simulation: Simulation) -> set[Node]:
+    """Return the values that may leave the low dtype's range at a later call: nothing that makes them bounds them."""
+    nodes: set[Node] = set()
+    for node in simulation.graph.nodes:
         row, operands = row_of(node), list(ops.operands(node))
-        if mutated_operands(node):
-            return True
-        if row.bounded:
-            return False
-        moves = row.commutes != "" or row.is_cast
-        if moves and operands:
-            return self._open[operands[0].node] and is_floating(self._original.get(operands[0].node))
-        if row.out_of:  # rows of a table
-            return any(self._open[o.node] for o in operands if o.name == row.out_of)
-        return True
+        if not node.op.startswith("call"):
+            is_open = not is_parameter(node) and not math.isinf(note_of(node).constant or 0.0)
+        elif row.bounded or mutated_operands(node):
+            is_open = bool(mutated_operands(node))
+        elif (row.commutes != "" or row.is_cast) and operands:
+            is_open = operands[0].node in nodes and is_floating(simulation.original.get(operands[0].node))
+        elif row.out_of:  # rows of a table
+            is_open = any(o.node in nodes for o in operands if o.name == row.out_of)
+        else:
+            is_open = True
+        if is_open:
+            nodes.add(node)
+    return nodes

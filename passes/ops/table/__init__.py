@@ -1,6 +1,6 @@
 """The op table, one file for each kind of op. Everything that is known about an op is in one row.
 
-Facts measured in each low dtype are in `../facts_<device>.json`; `passes/assign/colour/levels.py` interprets both for
+Facts measured in each low dtype are in `../facts_<device>.json`; `passes/assign/colour/decide.py` interprets both for
 each level.
 
 Imports nothing; `row` says what the columns mean.

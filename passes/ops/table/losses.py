@@ -8,8 +8,7 @@ from .row import BANNED, FP32, KEEP, PROMOTE, group, of
 ROWS = (
     *group(FP32, FP32, "loss: a sum of small terms",
         """mse_loss smooth_l1_loss huber_loss kl_div poisson_nll_loss soft_margin_loss cosine_embedding_loss
-        hinge_embedding_loss margin_ranking_loss binary_cross_entropy_with_logits""",
-        of("l1_loss triplet_margin_loss", real=True),
+        hinge_embedding_loss margin_ranking_loss binary_cross_entropy_with_logits l1_loss triplet_margin_loss""",
         of("nll_loss nll_loss2d nll_loss_nd", same_dtype=True),
         of("multi_margin_loss", same_dtype=True, no_low="cpu"),
         of("multilabel_margin_loss", no_low="cpu"),

@@ -22,15 +22,14 @@ ROWS = (
         of("""diag diag_embed diagflat linalg_diagonal clone roll flip fliplr flipud rot90 tril triu pixel_shuffle
             pixel_unshuffle native_channel_shuffle _reshape_alias""", commutes="both"),
         """adjoint as_strided lift lift_fresh constant_pad_nd _pad_circular fft_fftshift fft_ifftshift
-        _unsafe_masked_index""",
+        _unsafe_masked_index view_as_real""",
         of("mH matrix_H", may_alias="first"),
-        of("atleast_1d atleast_2d atleast_3d", depends=True, commutes="both", may_alias="all"),
+        of("atleast_1d atleast_2d atleast_3d", commutes="both", may_alias="all"),
         of("expand", commutes="forward", may_alias="first", direct="default"),
         of("expand_as", out="first", commutes="forward", may_alias="first", view=True),
         of("broadcast_to unfold", commutes="forward", may_alias="first"),
         of("""repeat tile reflection_pad3d repeat_interleave index index_select gather take take_along_dim
             masked_select _unsafe_index""", commutes="forward"),
-        of("view_as_real", real=True),
         of("_pack_padded_sequence _pad_packed_sequence", out="float int"),
     ),
     *group(FOLLOW, FOLLOW, "moves values into a tensor of its own",

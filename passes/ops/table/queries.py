@@ -19,8 +19,7 @@ ROWS = (
         "_local_scalar_dense _assert_async sym_constrain_range_for_size",
         of("is_nonzero", out="bool"),
         of("_assert_tensor_metadata", out="", asks="dtype"),
-        of("histogram", no_low="cpu"),
-        of("histogramdd", depends=True, no_low="cpu"),
+        of("histogram histogramdd", no_low="cpu"),
     ),
 )
 # Calls that are no operators of ATen, or compute nothing of tensors; `fxamp.rules()` does not list them.
@@ -36,7 +35,8 @@ QUERIES = (
         asks="mode", out="",
     ),
     *group(KEEP, KEEP, "gives Python a value, or writes into a tensor",
-        "storage_offset get_device data_ptr tolist _assert_scalar setitem",
+        "storage_offset get_device data_ptr tolist _assert_scalar",
+        of("setitem", same_dtype=True),  # index_put, where an index is a tensor
         out="",
     ),
 )

@@ -49,8 +49,6 @@ class Rule:
             first floating operand), "bool", "int" (64 bits), "integer" (a width that arguments decide), "complex". If
             overloads differ in the number of outputs, the longer tuple; () if no tensor is returned.
         out_of: The operand that gives an output "first" its dtype, if it is not the first one: a table.
-        depends: The dtypes of its outputs depend on flags, or on the number of its operands.
-        real: For complex operands its result is real.
         asks: The op reads the "shape", the "dtype" or an "item" of a value, or switches a "mode" of torch, so that only
             the graph may run it; it does no arithmetic, and has no colour.
         is_cast: The op is a cast in the user's code.
@@ -77,7 +75,7 @@ class Rule:
         holds_eps: The kernel holds its eps in FP32, whatever the dtypes of its operands.
         in_norm: What it may be in a norm or a softmax that is written by hand: "arithmetic", "statistic", "quotient",
             "product" (with a reciprocal) and "difference" (of a logarithm) where it may divide by a statistic,
-            "reciprocal", "logarithm", "exponential".
+            "reciprocal", "logarithm", "exponential", "power" (of which it may be the reciprocal).
         no_low: Devices without a low kernel for the op; devices that share their lists lack it too.
         no_low_for: Arguments for which it lacks a low kernel on every device.
         no_low_backward: Its low kernel is for the forward only, as torch's own tests say.
@@ -114,8 +112,6 @@ class Rule:
     exact: bool = False
     out: tuple[str, ...] = ("float",)
     out_of: str = ""
-    depends: bool = False
-    real: bool = False
     asks: str = ""
     is_cast: bool = False
     shards: bool = False

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.fx import GraphModule
 
-from passes.casts.assertions import loosen_assertions
+from passes.casts.insert_casts import loosen_assertions
 from tests.support.graphs import Builder, aten
 
 BF16 = torch.bfloat16

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from passes.casts.spec import LAWS, broken
-from passes.casts.verify import verify
+from passes.casts.verify import LAWS, broken, verify
 from passes.colouring import Assignment, Colouring
 from passes.contract.errors import VerificationError
 from passes.contract.reasons import Code

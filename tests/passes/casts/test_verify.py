@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from passes.assign.assign_precision import assign_precision
+from passes.assign.assign_precision import AssignPrecision
 from passes.casts.insert_casts import insert_casts
 from passes.casts.verify import verify
 from passes.colouring import Assignment
 from passes.contract.errors import VerificationError
 from passes.contract.policy import Policy
-from passes.graph.by_rows import original_dtypes
+from passes.form import Unit
 from passes.graph.notes import is_inserted
 from passes.graph.values import Inference
 from tests.support.graphs import parse, residual_chain
@@ -34,8 +34,7 @@ TEXT = """
 
 def rewritten(gm: GraphModule) -> Assignment:
     """Colour a graph and insert its casts."""
-    original = original_dtypes(gm.graph, gm.get_parameter)
-    assignment = assign_precision(gm.graph, Policy("O1", dtype=BF16, device="cpu"), original)
+    assignment = AssignPrecision(Policy("O1", dtype=BF16, device="cpu"))(Unit(gm.graph, gm.get_parameter))
     insert_casts(gm.graph, assignment)
     return assignment
 

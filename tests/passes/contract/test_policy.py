@@ -23,7 +23,6 @@ from passes.contract.policy import (
     op_override,
     policy_of_part,
     type_names,
-    unused,
 )
 
 STACK: Stack = [
@@ -292,12 +291,6 @@ def test_a_glob_of_many_stars_is_matched_in_linear_time() -> None:
     assert colour_of(policy, [("a" * 4000, ())]) is None
     assert colour_of(policy, [("a" * 4000 + "b", ())]) == "low"
     assert time.perf_counter() - start < 2
-
-
-def test_unused_lists_what_is_left() -> None:
-    policy = Policy(modules={"a": "low", "b": "fp32"}, ops={"softmax": "low"})
-    left = unused(policy, [Override("path", "a", "low")])
-    assert [str(override) for override in left] == ["modules.b=fp32", "ops.softmax=low"]
 
 
 def test_a_part_of_a_model_has_the_overrides_of_its_paths_and_types() -> None:

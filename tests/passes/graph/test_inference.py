@@ -1,4 +1,4 @@
-"""What is said of the dtypes of values holds, with shapes and without them."""
+"""What is said of the dtypes of values holds."""
 
 from __future__ import annotations
 
@@ -12,18 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch import library as operators
-from torch.fx import Graph, Node
 
-from passes._torch import pytree
-from passes.graph.by_rows import SymbolicInference, original_dtypes
-from passes.graph.values import (
-    ANY,
-    COMPLEX,
-    Inference,
-    dtypes_of,
-)
-from passes.runtime import rnn
-from passes.runtime.regions import grad_mode
+from passes.graph.values import Inference, dtypes_of, original_dtypes
 from tests.support.calls import call, held, x
 from tests.support.graphs import parse
 from tests.support.helpers import named
@@ -170,133 +160,6 @@ def test_a_member_of_a_tuple_has_its_own_dtype() -> None:
     assert [d for n, d in dtypes.items() if n.op == "call_function"] == [(BF16, I64), BF16, I64]
     node = next(n for n in gm.graph.nodes if n.name == "at")
     assert Inference()(node, dtypes.__getitem__) is I64
-
-
-# Inference without shapes.
-
-
-def symbolic(target: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return the dtypes of a call, of whose operands these dtypes are known: `?` for one of which nothing is."""
-    graph, dtypes = Graph(), dict[Node, Any]()
-
-    def operand(arg: Any) -> Any:
-        if isinstance(arg, torch.dtype) or arg in (ANY, COMPLEX):
-            node = graph.placeholder("x")
-            dtypes[node] = arg
-            return node
-        return arg.value if isinstance(arg, Literal) else arg
-
-    args, kwargs = pytree.tree_map(operand, (args, kwargs))
-    node = (
-        graph.call_method(target, args, kwargs)
-        if isinstance(target, str)
-        else graph.call_function(target, args, kwargs)
-    )
-    return SymbolicInference()(node, dtypes.__getitem__)
-
-
-class Literal:
-    """A dtype that stands in the call as it is."""
-
-    def __init__(self, value: torch.dtype) -> None:
-        self.value = value
-
-
-@pytest.mark.parametrize(
-    ("target", "args", "expected"),
-    [
-        (torch.relu, (F32,), F32),
-        (torch.relu, (ANY,), ANY),
-        (torch.add, (F32, F32), F32),
-        (torch.add, (F32, 1.0), F32),
-        (torch.add, (F32, I64), F32),
-        (torch.add, (F32, 1j), COMPLEX),
-        (torch.matmul, (COMPLEX, torch.complex64), COMPLEX),
-        (torch.mul, (COMPLEX, ANY), COMPLEX),
-        ("mH", (COMPLEX,), COMPLEX),
-        (torch.eq, (F32, 1j), torch.bool),
-        (torch.abs, (COMPLEX,), ANY),  # of which it is half as wide
-        (torch.add, (BF16, F32), ANY),  # bfloat16 if the second has no dimension
-        (torch.add, (F32, ANY), ANY),
-        (torch.add, (I64, I64), ANY),  # of which the ranks decide
-        (torch.div, (I64, I64), ANY),
-        (torch.sin, (I64,), ANY),
-        (operator.add, (F32, F32), F32),
-        (operator.iadd, (BF16, F32), BF16),
-        ("mul_", (BF16, F32), BF16),
-        (F.relu, (BF16, True), BF16),
-        (F.linear, (ANY, F32, F32), F32),  # which takes no mixed operands
-        (torch.matmul, (ANY, ANY), ANY),
-        (F.layer_norm, (ANY, (4,), F32, F32), ANY),  # which follows its first operand
-        (F.layer_norm, (BF16, (4,), F32, F32), BF16),
-        (F.embedding, (ANY, F32), F32),
-        (F.embedding, (I64, BF16), BF16),
-        ("view", (I64, 2), I64),
-        ("view", (BF16, 2), BF16),
-        ("view", (BF16, Literal(torch.int16)), torch.int16),
-        ("float", (BF16,), F32),
-        ("half", (ANY,), F16),
-        (torch.Tensor.double, (ANY,), F64),
-        ("to", (F32, Literal(BF16)), BF16),
-        ("to", (F32, "cpu"), ANY),
-        ("to", (F32, BF16), BF16),  # another tensor
-        ("type", (F32, "torch.HalfTensor"), F16),
-        ("type", (F32, "torch.cuda.DoubleTensor"), F64),
-        ("type_as", (F32, BF16), BF16),
-        ("type_as", (F32, ANY), ANY),
-        ("sum", (BF16,), BF16),
-        ("argmax", (ANY,), I64),
-        (torch.eq, (ANY, ANY), torch.bool),
-        (torch.max, (BF16,), BF16),
-        (torch.max, (BF16, 1), (BF16, I64)),
-        (torch.max, (BF16, BF16), BF16),
-        ("topk", (BF16, 2), (BF16, I64)),
-        (torch.chunk, (BF16, 2), (BF16,)),
-        (torch.split, (BF16, 2), (BF16,)),
-        (torch.std_mean, (F32,), (F32, F32)),
-        (rnn.lstm, (BF16, None, [BF16]), (BF16, (BF16, BF16))),
-        (rnn.rnn, (BF16, None, [BF16], True, 1, 0.0, True, False, True, "relu"), (BF16, BF16)),
-        (aten.lstm.input, (BF16, [BF16, BF16], [BF16]), (BF16, BF16, BF16)),
-        (torch.bucketize, (F32, F32), I64),
-        (torch.float_power, (F32, 2), ANY),
-        (torch.unique, (F32,), ANY),
-        (torch.fft.fft, (F32,), COMPLEX),
-        (torch.view_as_complex, (F32,), COMPLEX),
-        (torch.zeros, (2,), ANY),
-        (torch.equal, (F32, F32), None),
-        ("size", (F32, 0), None),
-        ("item", (F32,), None),
-        (grad_mode, (), None),
-        (lib.wide.default, (F32, 0), ANY),
-        (abs, (F32,), F32),
-        (sorted, (F32,), ANY),  # of which nothing is known
-    ],
-    ids=named,
-)
-def test_what_is_said_without_shapes(target: Any, args: Any, expected: Any) -> None:
-    assert symbolic(target, *args) == expected
-
-
-def test_a_dtype_that_is_read_from_a_value_is_that_of_the_value() -> None:
-    graph = Graph()
-    a, b = graph.placeholder("a"), graph.placeholder("b")
-    dtype = graph.call_function(getattr, (b, "dtype"))
-    dtypes = {a: F32, b: BF16, dtype: None}
-    infer = SymbolicInference()
-    assert infer(graph.call_method("to", (a, dtype)), dtypes.__getitem__) is BF16
-    assert infer(graph.call_function(torch.zeros, (2,), {"dtype": dtype}), dtypes.__getitem__) is BF16
-    assert infer(graph.call_function(torch.zeros_like, (a,), {"dtype": dtype}), dtypes.__getitem__) is BF16
-
-
-def test_a_list_of_unknown_length_has_one_dtype() -> None:
-    graph = Graph()
-    a = graph.placeholder("a")
-    parts = graph.call_function(torch.chunk, (a, 3))
-    dtypes: dict[Node, Any] = {a: BF16, parts: (BF16,)}
-    infer = SymbolicInference()
-    assert infer(graph.call_function(operator.getitem, (parts, 2)), dtypes.__getitem__) is BF16
-    assert infer(graph.call_function(operator.getitem, (parts, slice(1, None))), dtypes.__getitem__) == (BF16,)
-    assert infer(graph.call_function(torch.cat, (parts,)), dtypes.__getitem__) is BF16
 
 
 @pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.matrix)])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fxamp
 from passes.graph import literals
+from passes.ops.rules import row_named
 from tests.support.exported import graph_of, plan_of, program_of
 from tests.support.front_ends import FRONT_ENDS, convert, fresh
 from tests.support.graphs import parse
@@ -221,7 +222,7 @@ def test_a_buffer_is_read_when_the_graph_runs() -> None:
 def test_a_number_is_tiny_when_nothing_in_the_low_dtype_is_as_small(
     number: float, low: torch.dtype, expected: bool
 ) -> None:
-    assert literals.is_tiny(number, low) is expected
+    assert literals.has_tiny(row_named("add"), [number], low) is expected
 
 
 EPSILONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -15,10 +15,8 @@ from torch import library as operators
 from torch.fx import Graph
 
 from passes._torch import pytree
-from passes.graph.by_rows import original_dtypes
 from passes.graph.grad import grad_modes
 from passes.graph.values import (
-    ANY,
     Aliases,
     keys,
     literal_dtype,
@@ -26,6 +24,7 @@ from passes.graph.values import (
     module_stack,
     mutated_operands,
     no_autocast,
+    original_dtypes,
     source,
 )
 from passes.runtime.regions import grad_mode
@@ -322,4 +321,4 @@ def test_dtypes_as_captured_know_attributes_inputs_and_what_has_no_value() -> No
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = original_dtypes(graph, {"w": torch.ones(2, 2, dtype=F32)}.__getitem__)
-    assert found == {a: ANY, w: F32, layer: F32, opaque: ANY, out: None}
+    assert found == {a: None, w: F32, layer: None, opaque: None, out: None}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from passes.legalize.cast_norms import cast_before_norms
+from passes.legalize.legalize import cast_before_norms
 from tests.support.front_ends import WARNINGS, at_levels, fresh
 from tests.support.graphs import parse, render
 from tests.support.helpers import Two, example

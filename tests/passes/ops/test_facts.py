@@ -233,4 +233,6 @@ def test_facts_of_a_node_are_those_of_its_call(monkeypatch: pytest.MonkeyPatch) 
         ("aten.mean.dim", True, "measured"),
     ]
     softmax = next(n for n in graph.nodes if str(n.target) == "aten.softmax.int")
-    assert facts.is_as_good_as_rounded(softmax, "softmax", "cpu", torch.bfloat16)
+    of_softmax = facts.facts_of(softmax, "cpu", torch.bfloat16)
+    assert of_softmax.rounds_once
+    assert of_softmax.scatters

@@ -393,7 +393,7 @@ def test_every_spelling_has_the_arguments_that_its_row_names(op: str) -> None:
     for node in spellings(op):
         if isinstance(node.target, (str, torch._ops.OpOverloadPacket)) or getattr(node.target, "__objclass__", None):
             continue
-        names = ops.arg_names(node.target)
+        names = ops.names_of(node)
         schema = ops.first_schema(op)
         wanted = {a.name for a in schema.arguments} & {*row.uncast, *row.cast_arguments}
         if isinstance(node.target, torch._ops.OpOverload):
@@ -496,7 +496,7 @@ def test_what_nothing_is_known_of_has_numbered_arguments() -> None:
     x, y = inputs("x", "y")
     assert [o.name for o in ops.operands(call(print, x, y))] == ["arg0", "arg1"]
     assert [o.name for o in ops.operands(call(torch.einsum, "ij,jk", x, y))] == ["arg1", "arg2"]
-    assert ops.arg_names(print) == ()
+    assert ops.names_of(call(print)) == ()
 
 
 def test_arguments_of_a_leaf_module_are_numbered() -> None:

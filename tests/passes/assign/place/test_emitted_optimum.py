@@ -6,7 +6,8 @@ the emitted graph moves is counted. Two preferences are named in `preferences.js
     returned  An op whose result leaves the graph in FP32 is not run low, though it would move fewer bytes, since that
               would only round the result.
     pair      Of two operands of an FP32 op that may both be stored low, one is cast up and the op promotes the other
-              one. Which one that is depends on who else needs the cast; the cut is told before it knows that.
+              one. Which one that is depends on who else needs the cast; the cut is told before it knows that. No cut
+              can know: both low cost a cast and either alone nothing, which is not submodular.
 """
 
 from __future__ import annotations
@@ -32,8 +33,7 @@ from passes import compile_graph
 from passes.assign.place import choose_storage as placing
 from passes.assign.place.costs import ByteCosts
 from passes.assign.place.cut import Problem, Variable, solve
-from passes.assign.place.placement_problem import _returned
-from passes.assign.place.uses import Uses
+from passes.assign.place.problem import Uses, _returned
 from passes.contract.policy import Policy
 from passes.graph.grad import requires_grad
 from passes.graph.notes import is_inserted
@@ -120,7 +120,7 @@ def posed(gm: GraphModule, policy: Policy) -> Found | None:
 
     with (
         mock.patch.object(placing, "solve", noted),
-        mock.patch("passes.assign.place.placement_problem._returned", kept),
+        mock.patch("passes.assign.place.problem._returned", kept),
     ):
         emit(gm, policy)
     return found[0] if found else None

@@ -11,24 +11,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.fx import GraphModule, symbolic_trace
 
 import fxamp
 from fxamp.capture import given
-from fxamp.capture.emitted import with_record
-from fxamp.capture.resolve import resolve
 from fxamp.view.view import runner_of
 from passes import compile_graph
 from passes.assign.colour.simulate import Simulation
 from passes.assign.place import choose_storage as placing
 from passes.contract.errors import VerificationError
 from passes.contract.penalties import Penalties
-from passes.contract.plan import Plan
 from passes.contract.reasons import Code
-from passes.graph.by_rows import original_dtypes
-from passes.graph.grad import requires_grad
 from passes.graph.notes import is_inserted, note
-from passes.graph.values import ELIGIBLE, Aliases, Inference
+from passes.graph.values import ELIGIBLE, Aliases, Inference, original_dtypes
 from passes.ops import ops
 from reports.subjects import subject
 from tests.passes.assign.test_assign_precision import Net, decided, under_autocast
@@ -263,77 +257,7 @@ def test_under_cudas_lists_there_are_far_fewer_casts_than_one_at_every_operand(
     assert 0 < made <= bound * naive_casts(name)
 
 
-# Without shapes.
-
-
-class Symbolic(nn.Module):
-    """A model whose captured graph knows no sizes: a loss over a view, a gathered parameter, and unknown inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.table = nn.Linear(8, 8), nn.Parameter(torch.randn(50, 8))
-
-    def forward(self, x: Tensor, index: Tensor, other: Tensor) -> Any:
-        y = self.first(x)
-        loss = F.cross_entropy(y.view(-1, 4), torch.zeros(8, dtype=torch.long))
-        return loss, y, self.first(self.table[index]), y.abs() + other, other.abs()
-
-
-INDEX = torch.randint(0, 50, (4,), generator=torch.Generator().manual_seed(0))
-
-
-def unsized(model: nn.Module, policy: str = "O1", plan: Plan | None = None) -> GraphModule:
-    """Compile a traced graph, whose values have no shapes."""
-    gm = symbolic_trace(model)
-    given._inline_modules(gm)
-    settled = resolve(fxamp.Policy.parse(policy), gm, None)
-    made = compile_graph(gm.graph, settled, functools.partial(attribute, gm), capture="graph", plan=plan)
-    gm.recompile()
-    return with_record(gm, made)
-
-
-def symbolic(policy: str = "O1") -> GraphModule:
-    return unsized(Symbolic(), policy)
-
-
-def test_without_shapes_the_fewest_casts_are_taken_and_the_plan_says_so() -> None:
-    module = symbolic("O1,share_casts=always")
-    assert [c for c in casts(module) if c.startswith("linear ")] == ["linear -> float32"]
-    view = decided(module, "view")[0]
-    assert (view.colour, view.reason) == ("float32", "cut: stored FP32, which takes the fewest casts (follow)")
-    plan = fxamp.plan_of(module)
-    assert plan.notes == ("captured without shapes: casts are placed as if each cost the same",)
-    assert fxamp.plan_of(symbolic("O0")).notes == ()
-
-
-def test_without_shapes_a_parameter_is_taken_for_trainable_and_cast_after_the_gather() -> None:
-    assert "getitem -> bfloat16" in casts(symbolic())
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_what_has_an_unknown_dtype_is_never_touched(level: str) -> None:
-    module = symbolic(level)
-    assert [d.reason for d in decided(module, "abs") if d.key.endswith("#1")] == ["follow: its operand's dtype"]
-    whole = torch.arange(32).view(4, 8)
-    assert torch.equal(module(X, INDEX, whole)[4], whole)
-    assert module(X, INDEX, X.double())[4].dtype == torch.float64
-
-
-def test_without_shapes_the_forward_is_still_that_of_autocast() -> None:
-    model, module = Symbolic(), symbolic()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        expected = model(X, INDEX, X)
-    for got, wanted in zip(module(X, INDEX, X), expected, strict=True):
-        assert torch.equal(got, wanted.float())
-
-
-def test_without_shapes_a_plan_is_replayed() -> None:
-    plan = fxamp.plan_of(symbolic("O2"))
-    assert fxamp.plan_of(unsized(Symbolic(), "O2", plan)) == plan
-
-
-@pytest.mark.parametrize("way", [*FRONT_ENDS, "unsized"])
+@pytest.mark.parametrize("way", FRONT_ENDS)
 def test_a_number_that_is_rounded_with_a_value_keeps_it_low(way: str) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -347,13 +271,13 @@ def test_a_number_that_is_rounded_with_a_value_keeps_it_low(way: str) -> None:
             return *filled, torch.cat([a, x])  # which wants it in FP32
 
     model, x = Model().eval(), torch.randn(3, 8)
-    module = unsized(model) if way == "unsized" else front_ends.convert(model, (x,), way)
+    module = front_ends.convert(model, (x,), way)
     with torch.no_grad():
         got = module(x)
         with torch.autocast("cpu"):
             expected = model(x)
     equal = [torch.equal(a.float(), b.float()) for a, b in zip(expected, got, strict=True)]
-    assert equal == [True, True, way != "unsized", True]  # without shapes a tensor may have any rank; the plan says so
+    assert equal == [True] * 4
 
 
 @pytest.mark.parametrize("policy", ["O2,dtype=fp16", "O3,dtype=fp16", "O2,dtype=bf16"])
@@ -415,33 +339,6 @@ def test_what_a_matrix_product_reads_too_is_rounded_once_for_both() -> None:
 
     module = graph_of(Both(), torch.randn(64, 32), "O2")
     assert [d.colour for d in decided(module, "layer_norm")] == ["bfloat16"]
-
-
-def test_without_shapes_of_placements_with_as_many_casts_the_one_that_rounds_least_is_taken() -> None:
-    def f(self: Two, x: Tensor) -> Any:
-        return F.gelu(self.l(x)).sum()
-
-    module = unsized(Two(f), "O2,dtype=fp16")
-    assert {d.op: d.colour for d in fxamp.plan_of(module).decisions} == {
-        "linear": "float16",
-        "gelu": "float32",
-        "sum": "float32",
-    }
-
-
-def test_without_shapes_no_gradient_flows_from_a_buffer() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(8, affine=False), nn.Conv1d(8, 8, 1)).eval()
-    names: list[str] = []
-
-    def noted(graph: Any) -> Any:
-        found = requires_grad(graph)
-        names.extend(n.name for n in found if n.op == "get_attr")
-        return found
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(placing, "requires_grad", noted)
-        unsized(model, "O2,dtype=bf16")
-    assert sorted(n.rpartition("_")[2] for n in names) == ["bias", "weight"]  # of the convolution
 
 
 def test_a_graph_that_allows_no_placement_is_a_bug_and_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,279 @@
+"""The placement of free values as a problem for the cut: what must go together, and what each net costs.
+
+A net is a tensor and its readers: it costs one cast, however many readers need the other dtype. At O1 an FP32 value may
+be stored low only where every use rounds it to this dtype; from O2 on only the costs decide.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Node
+
+from ...colouring import Position
+from ...contract.penalties import Penalties
+from ...graph.aliases import mutated_operands
+from ...graph.grad import grad_modes, shares_cast, shares_storage
+from ...graph.values import ELIGIBLE, ValueDtype, keys
+from ...ops import ops
+from ...ops.rules import FOLLOW, FP32, LOW, PROMOTE, row_of
+from ..colour.simulate import Simulation
+from .costs import ByteCosts, Run
+from .cut import Net, Problem, Side, Variable
+
+
+class Uses:
+    """Who reads each value of a graph, at which operand, and in which dtype it must find it, as the simulation left it.
+
+    Attributes:
+        free: the nodes whose dtype is open.
+        grad: the values that gradients flow through.
+        readers: for each value, who reads it, and at which operand.
+        needs: the dtype that each operand of a node must have, given the node's present dtype.
+    """
+
+    def __init__(self, simulation: Simulation, free: Mapping[Node, None], grad: frozenset[Node]) -> None:
+        self.simulation, self.free, self.grad, self._returned = simulation, free, grad, simulation.returned()
+        self.needs = {n: self._needs(n) for n in simulation.graph.nodes}
+        self.readers: dict[Node, list[tuple[Node, Position]]] = {n: [] for n in simulation.graph.nodes}
+        for node in simulation.graph.nodes:
+            for o in ops.operands(node):
+                self.readers[o.node].append((node, o.place))
+
+    def follows(self, reader: Node, where: Position) -> bool:
+        """Say whether an operand must have the dtype of its reader, whichever dtype is chosen for that."""
+        if reader not in self.free:
+            return False
+        row = row_of(reader)
+        return where[0] not in row.uncast and (not row.cast_arguments or where[0] in row.cast_arguments)
+
+    def wanted(self, reader: Node, where: Position, dtype: torch.dtype) -> ValueDtype:
+        """Return the dtype that an operand must have if its reader is to run in a dtype."""
+        return dtype if self.follows(reader, where) else self.needs[reader][where]
+
+    def upcasts(self, node: Node) -> bool:
+        """Say whether the user casts a value up here."""
+        colouring = self.simulation.colours.get(node)
+        if colouring is None or colouring.kind != "cast" or colouring.dtype != torch.float32:
+            return False
+        value: Any = node.args[0]
+        return self.simulation.dtypes[value] in ELIGIBLE
+
+    def takes_either(self, node: Node) -> bool:
+        """Say whether a fixed node reads its operands in whatever dtype they are stored: a comparison, from O2 on."""
+        colouring = self.simulation.colours.get(node)
+        if colouring is None or not self.simulation.policy.level.stores_low or node in self.free:
+            return False
+        row = row_of(node)
+        plain = colouring.kind in (PROMOTE, FOLLOW) and not (
+            colouring.settled or colouring.operand_dtypes or colouring.literals
+        )
+        return plain and row.gives in ("bool", "int") and not row.same_dtype and not mutated_operands(node)
+
+    def side(self, reader: Node, where: Position) -> Variable | None:
+        """Return the variable, or the fixed side, that sets the dtype a reader needs; None if any dtype will do."""
+        if self.follows(reader, where):
+            return reader
+        if self.takes_either(reader) or (reader not in self.simulation.colours and reader.op != "output"):
+            return None  # a comparison; or it reads a size, or is an assertion of the exporter's
+        needed = self.needs[reader].get(where)
+        return Side.LOW if needed == self.simulation.low else Side.FP32 if needed == torch.float32 else None
+
+    def _needs(self, node: Node) -> dict[Position, ValueDtype]:
+        simulation, places = self.simulation, {o.place: o.node for o in ops.operands(node)}
+        if simulation.policy.level.stores_low and self.upcasts(node):
+            return dict.fromkeys(places, torch.float32)  # the user's upcast needs an FP32 operand to do nothing
+        if node.op == "output":
+            return {p: self._returned[n] for p, n in places.items()}
+        casts = simulation.colours[node].operand_dtypes if node in simulation.colours else {}
+        return {p: casts[p] if p in casts else simulation.dtypes[n] for p, n in places.items()}
+
+
+def unpriced_problem(uses: Uses) -> Problem:
+    """Return a problem with the free nodes as its variables, and with all constraints on them."""
+    problem = Problem()
+    for node in uses.free:
+        problem.add(node, 0, 0)
+        _imply(problem, node, uses)
+    for node in uses.free:
+        for reader, _ in uses.readers[node]:  # x[i] has the dtype of x, a tuple or a tensor
+            if row_of(reader).asks == "item" and reader in uses.free:
+                problem.implies += [(node, reader), (reader, node)]
+    return problem
+
+
+def _imply(problem: Problem, node: Node, uses: Uses) -> None:
+    """At O1: an FP32 value may be stored low only where every use rounds it to this dtype."""
+    simulation, low = uses.simulation, uses.simulation.low
+    colours, dtypes = simulation.colours, simulation.dtypes
+    if simulation.policy.level.stores_low or isinstance(dtypes[node], tuple):
+        return
+    if node in colours and colours[node].kind == FP32:
+        problem.implies += [(node, o.node if o.node in uses.free else Side.LOW) for o in ops.operands(node)]
+    if dtypes[node] == low:
+        return
+    for reader, where in uses.readers[node]:
+        follows = reader in uses.free and dtypes[reader] != low
+        if follows and (reader not in colours or colours[reader].kind != FP32):
+            problem.implies.append((node, reader))
+        elif uses.needs[reader].get(where) != low:
+            problem.implies.append((node, Side.FP32))
+
+
+def price(problem: Problem, uses: Uses, costs: ByteCosts, penalties: Penalties | None = None) -> None:
+    """Fill in what everything costs: each free node on both sides, and nets for each value that may need casts.
+
+    Of placements that cost the same, the one that rounds the fewest results is the cheapest. Without measured costs, an
+    op whose result leaves the graph in FP32 costs the same on both sides. Running it low would move fewer bytes, but it
+    would only round a result that is then cast back to FP32.
+    """
+    simulation = uses.simulation
+    sides = [
+        Run(n, dtype, {o.place: uses.wanted(n, o.place, dtype) for o in ops.operands(n)})
+        for n in uses.free
+        for dtype in (simulation.low, torch.float32)
+    ]
+    modes = grad_modes(simulation.graph)
+    nets = [net for n in simulation.graph.nodes for net in _nets(n, uses, modes)]
+    runs, casts = costs.price(sides, [net.value for net in nets])
+    scale = len(uses.free) + 1  # one unit of cost weighs more than the roundings of all nodes together
+    returned = set() if costs.measured else _returned(uses)
+    for node, low, fp32 in zip(uses.free, runs[::2], runs[1::2], strict=True):
+        problem.add(node, (max(low, fp32) if node in returned else low) * scale + _rounds(node), fp32 * scale)
+    for net, cost in zip(nets, (c * scale for c in casts), strict=True):
+        backward = cost // 2 if net.value in uses.grad else 0
+        forward = cost - backward
+        absorbs = [None if n is None else forward * n[0] + backward * n[1] for n in net.absorbs]
+        total = forward * net.casts[0] + backward * net.casts[1]
+        problem.nets.append(Net(net.tensor, net.sides, total, total, tuple(absorbs)))
+    if penalties is not None:
+        _penalise(problem, uses, penalties, scale)
+
+
+def _rounds(node: Node) -> bool:
+    """Say whether an op rounds its result; an op that only moves values does not."""
+    return row_of(node).commutes == ""
+
+
+def _returned(uses: Uses) -> set[Node]:
+    """Return the free nodes whose result leaves the graph in FP32, moved on the way or not."""
+    nodes: set[Node] = set()
+    for node in reversed([*uses.free]):
+        for reader, where in uses.readers[node]:
+            leaves = reader.op == "output" and uses.needs[reader].get(where) == torch.float32
+            if leaves or (reader in nodes and not _rounds(reader)):
+                nodes.add(node)
+    return nodes
+
+
+def _penalise(problem: Problem, uses: Uses, penalties: Penalties, scale: int) -> None:
+    """Add what errors cost: a node that rounds pays on the low side, and an FP32 value for each reader that is low."""
+    simulation, names = uses.simulation, keys(uses.simulation.graph.nodes)
+    for node in uses.free:
+        if _rounds(node):
+            problem.low[node] += round(penalties.values.get(names[node], 0.0) * scale)
+    for node in simulation.graph.nodes:
+        dtype = simulation.dtypes.get(node)
+        tensor: Variable = node if node in uses.free else Side.FP32
+        if dtype not in (simulation.low, torch.float32) or (tensor is Side.FP32 and dtype == simulation.low):
+            continue
+        for reader, where in uses.readers[node]:
+            side = uses.side(reader, where)
+            cost = round(penalties.casts.get((names.get(reader, ""), names.get(node, node.name)), 0.0) * scale)
+            if cost and side not in (None, Side.FP32) and (tensor in uses.free or side in uses.free):
+                problem.nets.append(Net(tensor, (side,), 0, cost))
+
+
+class _Casts(NamedTuple):
+    """The reads of a value that share its casts, as the emitted graph does.
+
+    Attributes:
+        value: what is cast.
+        tensor: the variable that makes it, or its fixed side.
+        sides: the variable or fixed side of each reader.
+        absorbs: for each reader, the casts that are left where it casts up by itself; None if it does not.
+        casts: the casts of the value, and those of its gradient.
+    """
+
+    value: Node
+    tensor: Variable
+    sides: tuple[Variable, ...]
+    absorbs: tuple[tuple[int, int] | None, ...]
+    casts: tuple[int, int]
+
+
+def _nets(node: Node, uses: Uses, modes: Mapping[Node, tuple[bool | None, int]]) -> Iterator[_Casts]:
+    """Yield the groups of reads of a value that share casts; none where everything is fixed.
+
+    Casts that share a storage are two things: one cast of the value for all, and one of the gradient for each.
+    """
+    simulation, dtype = uses.simulation, uses.simulation.dtypes.get(node)
+    if dtype not in (simulation.low, torch.float32):
+        return
+    tensor: Variable = node if node in uses.free else Side.LOW if dtype == simulation.low else Side.FP32
+    mode = simulation.policy.sharing
+    storage = node in uses.grad and shares_storage(mode, node, simulation.device)
+    casts: dict[Any, list[tuple[Variable, Node]]] = {}
+    storages: dict[Any, list[tuple[Variable, Node]]] = {}
+    for reader, where in uses.readers[node]:
+        side = uses.side(reader, where)
+        if side is None:
+            continue
+        by_rule = reader in simulation.colours and simulation.colours[reader].kind == LOW
+        when = modes.get(reader), simulation.aliases.epoch(node, reader)
+        key = when if (shared := shares_cast(mode, node, by_rule, uses.grad)) else reader
+        casts.setdefault((shared, key), []).append((side, reader))
+        if storage:
+            storages.setdefault(when, []).append((side, reader))
+    for (shared, _), group in casts.items():
+        count = 1 if shared else len(group)
+        yield from _net(node, tensor, group, (0 if storage else count, count), shared, uses)
+    for group in storages.values():
+        yield from _net(node, tensor, group, (1, 0), False, uses)
+
+
+def _net(
+    node: Node, tensor: Variable, group: list[tuple[Variable, Node]], casts: tuple[int, int], shared: bool, uses: Uses
+) -> Iterator[_Casts]:
+    """Yield a group of reads with the casts that it needs, unless everything is fixed."""
+    if not any(s in uses.free for s in (tensor, *(side for side, _ in group))):
+        return
+    sides, reads = {reader: side for side, reader in group}, Counter(reader for _, reader in group)
+    absorbs = []
+    for reader, times in reads.items():
+        left = _left_of_upcasts(node, reader, times, shared, uses)
+        absorbs.append(None if left is None or not casts[0] else (left, times if casts[1] else 0))
+    yield _Casts(node, tensor, tuple(sides[r] for r in reads), tuple(absorbs), casts)
+
+
+def _left_of_upcasts(value: Node, reader: Node, times: int, shared: bool, uses: Uses) -> int | None:
+    """Return how many upcasts of a value are left where its reader casts it up by itself; None if it does not.
+
+    It casts the value up by its `dtype=` argument, or promotes it beside an FP32 tensor of at least one dimension. Of
+    operands that may all be low one stays cast: rather one whose cast another reader needs anyway, as `promote` has it.
+    """
+    row, simulation = row_of(reader), uses.simulation
+    if row.absorbs_cast:
+        return 0 if ops.argument(reader, "dtype") is None else None
+    if not row.promotes_inside or simulation.aliases.is_mutated(value) or simulation.aliases.is_mutated(reader):
+        return None
+    if times > 1:  # a cast for each operand, of which the other one is read in FP32
+        return None if shared else times - 1
+    operands = [o.node for o in ops.operands(reader)]
+
+    def order(operand: Node) -> tuple[bool, bool, int]:
+        # Does a reader whose dtype is fixed need it in FP32, and not cast it up by itself?
+        fixed = (row_of(r) for r, where in uses.readers[operand] if uses.side(r, where) is Side.FP32)
+        stays = shared and any(not (row.promotes_inside or row.absorbs_cast) for row in fixed)
+        return stays, operand in uses.free, operands.index(operand)
+
+    for other in operands:
+        fp32 = simulation.dtypes[other] == torch.float32 and other not in uses.free
+        tensor = other.meta.get("val")
+        promotes = not isinstance(tensor, torch.Tensor) or tensor.dim() > 0
+        if other is not value and (fp32 or order(value) < order(other)) and promotes:
+            return 0
+    return None
