@@ -198,12 +198,12 @@ def _is_float(node: Node) -> bool:
 
 @contextlib.contextmanager
 def _tampering(how: str, draw: random.Random) -> Iterator[list[str]]:
-    """Change the first graph that is captured inside; yield the names of the nodes that were changed."""
+    """Change the first graph captured inside that computes; yield the names of the nodes that were changed."""
     changed: list[str] = []
 
     def instead(*settings: Any) -> Any:
         def compile(graph: GraphModule, inputs: Any) -> Any:
-            if not changed:
+            if not changed and any(map(_computes, graph.graph.nodes)):
                 changed.append(TAMPERS[how](graph, draw))
                 graph.graph.lint()
                 graph.recompile()
@@ -241,7 +241,7 @@ def tampered(model: nn.Module, inputs: Any, loss: Loss, how: str) -> Found:
 
 
 def _key(view: nn.Module, name: str) -> str:
-    """Return the key that a node of the first graph has in the plan."""
+    """Return the key that a node that was changed has in the plan."""
     if name == "output":
         return "(output)"
     graph = fxamp.graphs(view)[0].graph
