@@ -342,7 +342,8 @@ def failed(entry: Found) -> bool:
 
 def _problem(case: str, entry: Found) -> str:
     keys = ("problem", "died", "error", "differences", "said", "changed", "casts", "counted_casts", "untouched")
-    return f"- `{case.replace('|', ' ')}`: " + ", ".join(f"{key} {entry[key]}" for key in keys if entry.get(key))
+    said = ", ".join(f"{key} {entry[key]}" for key in keys if entry.get(key))
+    return f"- `{case.replace('|', ' ')}`: {' '.join(said.split())[:500]}"
 
 
 def main() -> None:
