@@ -341,7 +341,7 @@ def at_call(
         if kept is not None:
             kept(args, outputs)
         if own:
-            outputs = _noted(outputs, own)
+            outputs = noted(outputs, own)
         if not watch.done:
             watch(outputs)
         return outputs
@@ -349,7 +349,7 @@ def at_call(
     return call
 
 
-def _noted(outputs: Sequence[Any], own: Mapping[int, torch.dtype]) -> list[Any]:
+def noted(outputs: Sequence[Any], own: Mapping[int, torch.dtype]) -> list[Any]:
     """Mark outputs with their dtypes in the model itself; the same tensor with another dtype becomes a view of it."""
     noted: dict[int, torch.dtype | None] = {}
     made = list(outputs)

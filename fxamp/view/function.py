@@ -16,6 +16,7 @@ import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,7 +39,7 @@ from passes._torch import (
 )
 from passes.graph.values import no_autocast
 
-from ..capture.backend import at_call, compiling, inner_of, leave_sharing_to_the_compiler, rewrite
+from ..capture.backend import at_call, compiling, inner_of, leave_sharing_to_the_compiler, noted, rewrite
 from ..capture.call import current
 from ..capture.compiled import Converted, break_of, copied, elsewhere
 from ..capture.kept import Kept
@@ -242,7 +243,8 @@ class _Backend:
             runner.entries.append(Entry(number, converted, captured, named, constants, state, seconds, kept))
         if global_module_hooks():
             function.stale = _other_global_hooks()
-        return _tokened(run, captured, number, _Reader(runner, number, converted, example_inputs))
+        unconverted = partial(_unconverted, captured, outputs)
+        return _tokened(run, unconverted, number, _Reader(runner, number, converted, example_inputs))
 
 
 def known_as(entries: Sequence[Entry], converted: Converted, state: State) -> int:
@@ -288,7 +290,14 @@ class _Reader:
             runner.entries[self._number] = replace(entry, converted=moved, names=named)
 
 
-def _tokened(run: Callable[..., Any], captured: GraphModule, number: int, reader: _Reader) -> Callable[..., Any]:
+def _unconverted(captured: GraphModule, own: Mapping[int, torch.dtype], *args: Any) -> Any:
+    """Run a graph as captured; its outputs get the notes by which a later one tells what the model itself makes low."""
+    return noted(captured(*args), own)
+
+
+def _tokened(
+    run: Callable[..., Any], unconverted: Callable[..., Any], number: int, reader: _Reader
+) -> Callable[..., Any]:
     """Return a compiled graph that says that it ran, and runs with the dispatch modes of the call on."""
 
     def call(*args: Any) -> Any:
@@ -301,7 +310,7 @@ def _tokened(run: Callable[..., Any], captured: GraphModule, number: int, reader
         if under_way.does == "compare":
             found: Any = reader.runner()
             with found.region(cache=False):
-                return captured(*args)
+                return unconverted(*args)
         under_way.ran.append(number)
         if not under_way.modes:
             return run(*args)
