@@ -118,7 +118,7 @@ def _share(graph: Graph, assignment: Assignment, mode: str) -> int:
     first: dict[Any, Node] = {}
     for clamp in [n for n in graph.nodes if note_of(n).made_by == CLAMP_OPERAND]:
         value: Any = clamp.args[0]
-        if not shares_cast(mode, value, False, grad):
+        if len(clamp.args) == 1 or not shares_cast(mode, value, False, grad):
             continue
         keep = first.setdefault((*clamp.args, modes[clamp], aliases.epoch(value, clamp)), clamp)
         if keep is not clamp:

@@ -18,6 +18,7 @@ from torch.fx.node import map_aggregate
 from .._torch import pytree
 from ..colouring import Assignment, Colouring
 from ..form import Ensures, Unit
+from ..graph.aliases import Aliases
 from ..graph.notes import CAST_OPERAND, CLAMP_OPERAND, RESTORE_OUTPUT, note, origin
 from ..graph.values import ELIGIBLE, ValueDtype, dtype_owner, is_floating
 from ..ops import ops
@@ -43,10 +44,12 @@ CAST_REWRITES = ("operand", "output")  # the rewrites that insert a cast
 def insert_casts(graph: Graph, assignment: Assignment) -> dict[str, int]:
     """Insert a cast before every use that needs another dtype, in place; return how often each rewrite fired."""
     edits = dict.fromkeys(["operand", "output", "clamp", "argument", "assertion"], 0)
+    aliases = Aliases(graph) if any(c.clamped for c in assignment.colours.values()) else None
     for node in list(graph.nodes):
         colouring = assignment.colours.get(node)
         if colouring is not None:
-            edits["clamp"] += _clamp_operands(graph, node, colouring, assignment)
+            if aliases is not None:
+                edits["clamp"] += _clamp_operands(graph, node, colouring, assignment, aliases)
             edits["argument"] += _rewrite_arguments(node, colouring)  # first: what it drops needs no cast
             edits["operand"] += _cast_operands(graph, node, colouring, assignment)
     edits["output"] = _restore_outputs(graph, assignment)
@@ -75,21 +78,30 @@ def _cast_operands(graph: Graph, node: Node, colouring: Colouring, assignment: A
     return edits
 
 
-def _clamp_operands(graph: Graph, node: Node, colouring: Colouring, assignment: Assignment) -> int:
-    """Before: where(m, lowest, x). After: where(m, clamp(lowest, -65504, 65504), x), for x in float16."""
+def _clamp_operands(
+    graph: Graph, node: Node, colouring: Colouring, assignment: Assignment, aliases: Aliases
+) -> int:
+    """Before: where(m, lowest, x). After: where(m, clamp(lowest, -65504, 65504), x), for x in float16.
+
+    Backward of clamp reads what was clamped, which must not be written in between: such a value is copied first.
+    """
+
+    def made(op: Any, *args: Any) -> Node:
+        with graph.inserting_before(node):
+            inserted = graph.call_function(op, args)
+        inserted.meta = origin(node) | {"val": args[0].meta.get("val")}
+        note(inserted, made_by=CLAMP_OPERAND)
+        for dtypes in (assignment.dtypes, assignment.original):
+            dtypes[inserted] = dtypes[args[0]]
+        return inserted
 
     def clamp(operand: ops.Operand) -> Node:
         value = operand.node
         if operand.place not in colouring.clamped:
             return value
         largest = torch.finfo(colouring.operand_dtypes.get(operand.place, colouring.dtype)).max
-        with graph.inserting_before(node):
-            inserted = graph.call_function(torch.ops.aten.clamp.default, (value, -largest, largest))
-        inserted.meta = origin(node) | {"val": value.meta.get("val")}
-        note(inserted, made_by=CLAMP_OPERAND)
-        for dtypes in (assignment.dtypes, assignment.original):
-            dtypes[inserted] = dtypes[value]
-        return inserted
+        kept = made(torch.ops.aten.clone.default, value) if aliases.is_mutated(value) else value
+        return made(torch.ops.aten.clamp.default, kept, -largest, largest)
 
     if colouring.clamped:
         ops.map_operands(node, clamp)
