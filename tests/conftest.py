@@ -15,6 +15,7 @@ import re
 import tempfile
 import zlib
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +72,22 @@ def _nothing_old_is_looked_at() -> None:
     gc.freeze()
 
 
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """Forget what Dynamo compiled, and turn off the kernels that eager attention uses in eval mode alone."""
+    torch._dynamo.reset()
+    fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    yield
+    torch.backends.mha.set_fastpath_enabled(fused)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Try a behaviour once by symbolic tracing and once by another front end; leave what is left to the matrix.
+    """Try a behaviour by one front end, at one level and in one low dtype, which take turns; the rest is the matrix.
 
-    Front ends, levels and low dtypes take turns. Which of them it is depends on the test alone, so that it is the same
-    whatever else is run. A test that is about the differences between them calls the argument `way`.
+    Which of them it is depends on the test alone, so that it is the same whatever else is run. A test that is about the
+    differences between them calls the argument `way`.
     """
     # No process may begin with a long file when the other has no more.
     items.sort(key=lambda item: not item.nodeid.startswith("tests/reports/"))
@@ -86,7 +97,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         settings = set() if call is None else {str(v) for a, v in call.params.items() if _is_setting(a, v)}
         if call is not None and settings and not any(item.iter_markers("matrix")):
             behaviour = [id(v) for a, v in sorted(call.params.items()) if not _is_setting(a, v)]
-            tried[item.nodeid.partition("[")[0]][(*behaviour, "fx" in settings)].append(item)
+            tried[item.nodeid.partition("[")[0]][tuple(behaviour)].append(item)
     for function, behaviours in tried.items():
         for at, ways in enumerate(behaviours.values()):
             turn = zlib.crc32(f"{function} {at}".encode()) % len(ways)

@@ -11,21 +11,10 @@ from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
 import fxamp
-from tests.support.front_ends import (
-    BF16,
-    F32,
-    FP16,
-    WARNINGS,
-    convert,
-    each_front_end,
-    fresh,
-    one,
-    under_autocast,
-)
+from tests.support.front_ends import BF16, F32, FP16, FRESH, convert, each_front_end, one, under_autocast
 from tests.support.helpers import Two, assert_same, assert_untouched, example, fingerprint
 
-pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
-__all__ = ["fresh"]
+pytestmark = FRESH
 
 
 @each_front_end

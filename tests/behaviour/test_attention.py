@@ -11,22 +11,12 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fxamp
-from tests.support.front_ends import (
-    WARNINGS,
-    convert,
-    decided,
-    each_front_end,
-    fresh,
-    o1,
-    one,
-    plain,
-    under_autocast,
-)
+from tests.support.front_ends import FRESH, convert, decided, each_front_end, o1, one, plain, under_autocast
 from tests.support.helpers import Two, example
 from tests.support.kernels import kernels
 
-pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
-__all__ = ["fresh", "kernels"]
+pytestmark = FRESH
+__all__ = ["kernels"]
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # autocast's, too

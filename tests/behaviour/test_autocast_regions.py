@@ -15,7 +15,7 @@ from tests.support.front_ends import (
     BF16,
     F32,
     FP16,
-    WARNINGS,
+    FRESH,
     Case,
     assert_eager,
     at_levels,
@@ -24,15 +24,13 @@ from tests.support.front_ends import (
     decided,
     each_front_end,
     each_low,
-    fresh,
     legs,
     one,
     under_autocast,
 )
 from tests.support.helpers import Two
 
-pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
-__all__ = ["fresh"]
+pytestmark = FRESH
 
 
 def regions(self: Any, x: Tensor) -> Any:

@@ -19,11 +19,10 @@ import fxamp
 from fxamp.trust.distance import UnderAutocast, floats
 from passes.runtime.casts import CAST, again
 from reports.architectures import BY_NAME
-from tests.support.front_ends import WARNINGS, fresh
+from tests.support.front_ends import FRESH
 from tests.support.helpers import Two
 
-pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
-__all__ = ["fresh"]
+pytestmark = FRESH
 
 BF16 = torch.bfloat16
 MODELS = (

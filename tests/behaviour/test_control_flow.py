@@ -11,20 +11,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxamp
-from tests.support.front_ends import (
-    WARNINGS,
-    convert,
-    decided,
-    fresh,
-    o1,
-    one,
-    plain,
-    tensors,
-)
+from tests.support.front_ends import FRESH, convert, decided, o1, one, plain, tensors
 from tests.support.helpers import Two, assert_same, example
 
-pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
-__all__ = ["fresh"]
+pytestmark = FRESH
 
 
 def loop(self: Any, x: Tensor) -> Any:

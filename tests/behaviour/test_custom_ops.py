@@ -10,20 +10,12 @@ from torch import Tensor
 from torch import library as operators
 
 import fxamp
-from tests.support.front_ends import (
-    BF16,
-    WARNINGS,
-    casts,
-    convert,
-    each_front_end,
-    fresh,
-    one,
-)
+from tests.support.front_ends import BF16, FRESH, casts, convert, each_front_end, one
 from tests.support.helpers import Two
 from tests.support.kernels import kernels
 
-pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
-__all__ = ["fresh", "kernels"]
+pytestmark = FRESH
+__all__ = ["kernels"]
 
 
 @each_front_end

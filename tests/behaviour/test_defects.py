@@ -18,12 +18,11 @@ import fxamp
 from passes import compile_graph
 from passes.contract.policy import Policy
 from passes.ops.rules import _custom
-from tests.support.front_ends import WARNINGS, convert, fresh
+from tests.support.front_ends import FRESH, convert
 from tests.support.graphs import attribute
 from tests.support.helpers import Two, example
 
-pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
-__all__ = ["fresh"]
+pytestmark = FRESH
 
 
 def doubles(h: Tensor) -> Tensor:

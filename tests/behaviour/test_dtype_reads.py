@@ -9,23 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.front_ends import (
-    F32,
-    FRONT_ENDS,
-    WARNINGS,
-    convert,
-    decided,
-    each_front_end,
-    fresh,
-    o1,
-    one,
-    plain,
-    tensors,
-)
+from tests.support.front_ends import F32, FRESH, FRONT_ENDS, convert, decided, each_front_end, o1, one, plain, tensors
 from tests.support.helpers import Two
 
-pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
-__all__ = ["fresh"]
+pytestmark = FRESH
 
 
 def bits(self: Any, x: Tensor) -> Any:

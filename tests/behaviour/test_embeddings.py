@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import fxamp
 from tests.support.front_ends import (
     F32,
+    FRESH,
     FRONT_ENDS,
-    WARNINGS,
     Case,
     assert_at_all_levels,
     casts,
@@ -22,14 +22,12 @@ from tests.support.front_ends import (
     decided,
     each_front_end,
     each_low,
-    fresh,
     legs,
     one,
 )
 from tests.support.helpers import Two
 
-pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
-__all__ = ["fresh"]
+pytestmark = FRESH
 
 
 def ids() -> tuple[Tensor]:

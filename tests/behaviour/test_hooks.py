@@ -9,18 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.front_ends import (
-    WARNINGS,
-    convert,
-    decided,
-    fresh,
-    one,
-    under_autocast,
-)
+from tests.support.front_ends import FRESH, convert, decided, one, under_autocast
 from tests.support.helpers import Two, example
 
-pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
-__all__ = ["fresh"]
+pytestmark = FRESH
 
 
 HOOKS: dict[str, Callable[[nn.Module, Callable[..., Any]], Any]] = {

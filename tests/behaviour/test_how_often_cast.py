@@ -13,8 +13,8 @@ import fxamp
 from tests.support.front_ends import (
     BF16,
     F32,
+    FRESH,
     FRONT_ENDS,
-    WARNINGS,
     at_levels,
     casts,
     convert,
@@ -22,13 +22,11 @@ from tests.support.front_ends import (
     decided,
     each_front_end,
     each_low,
-    fresh,
     one,
 )
 from tests.support.helpers import Two, example
 
-pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
-__all__ = ["fresh"]
+pytestmark = FRESH
 
 
 @each_front_end

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import fxamp
 from tests.support.front_ends import (
+    FRESH,
     FRONT_ENDS,
-    WARNINGS,
     Case,
     assert_at_all_levels,
     assert_eager,
@@ -23,17 +23,13 @@ from tests.support.front_ends import (
     convert,
     each_front_end,
     each_low,
-    fresh,
     legs,
     one,
     under_autocast,
 )
 from tests.support.helpers import Two, assert_same, example
 
-pytestmark = [
-    *WARNINGS, pytest.mark.usefixtures("fresh"), pytest.mark.filterwarnings(r"ignore:index_reduce\(\) is in beta")
-]  # fmt: skip
-__all__ = ["fresh"]
+pytestmark = [*FRESH, pytest.mark.filterwarnings(r"ignore:index_reduce\(\) is in beta")]
 
 
 def in_place(self: Any, x: Tensor) -> Any:

@@ -15,8 +15,8 @@ import fxamp
 from tests.support.front_ends import (
     BF16,
     F32,
+    FRESH,
     FRONT_ENDS,
-    WARNINGS,
     Case,
     assert_as_autocast,
     assert_eager,
@@ -26,14 +26,12 @@ from tests.support.front_ends import (
     decided,
     each_front_end,
     each_low,
-    fresh,
     legs,
     one,
 )
 from tests.support.helpers import Two, example
 
-pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
-__all__ = ["fresh"]
+pytestmark = FRESH
 
 
 def normalised(**options: Any) -> Callable[[], nn.Module]:

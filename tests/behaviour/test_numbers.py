@@ -15,7 +15,7 @@ import fxamp
 from tests.support.front_ends import (
     BF16,
     FP16,
-    WARNINGS,
+    FRESH,
     Case,
     assert_eager,
     at_levels,
@@ -24,7 +24,6 @@ from tests.support.front_ends import (
     convert,
     decided,
     each_front_end,
-    fresh,
     legs,
     o1,
     one,
@@ -33,8 +32,7 @@ from tests.support.front_ends import (
 )
 from tests.support.helpers import Two, example
 
-pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
-__all__ = ["fresh"]
+pytestmark = FRESH
 
 
 def numbers_out_of_range(self: Any, x: Tensor) -> Any:

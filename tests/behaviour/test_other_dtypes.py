@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import fxamp
 from tests.support.front_ends import (
+    FRESH,
     FRONT_ENDS,
-    WARNINGS,
     Case,
     assert_at_all_levels,
     at_levels,
@@ -24,7 +24,6 @@ from tests.support.front_ends import (
     decided,
     each_front_end,
     each_low,
-    fresh,
     legs,
     o1,
     one,
@@ -32,8 +31,7 @@ from tests.support.front_ends import (
 )
 from tests.support.helpers import Two, assert_same, example
 
-pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
-__all__ = ["fresh"]
+pytestmark = FRESH
 
 
 def two() -> tuple[Tensor, Tensor]:

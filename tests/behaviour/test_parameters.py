@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 import fxamp
 from fxamp.cli.main import main
-from tests.support.front_ends import BF16, FP16, WARNINGS, fresh
+from tests.support.front_ends import BF16, FP16, FRESH
 from tests.support.helpers import Two, example
 
-pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
-__all__ = ["fresh"]
+pytestmark = FRESH
 WAYS = ("convert", "compile")
 REFUSED = r"trainable parameter\(s\) are low already: 'l\.weight' .*from_pretrained\(\.\.\., dtype=torch\.float32\)"
 

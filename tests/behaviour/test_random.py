@@ -11,14 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.support.front_ends import (
-    WARNINGS,
+    FRESH,
     Case,
     assert_eager,
     at_levels,
     check,
     decided,
     each_front_end,
-    fresh,
     legs,
     o1,
     one,
@@ -27,8 +26,7 @@ from tests.support.front_ends import (
 )
 from tests.support.helpers import Two, assert_same
 
-pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
-__all__ = ["fresh"]
+pytestmark = FRESH
 
 
 def dropped(self: Any, x: Tensor) -> Any:

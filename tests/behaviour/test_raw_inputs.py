@@ -17,10 +17,9 @@ from torch import Tensor, nn
 
 import fxamp
 from tests.behaviour.test_untouched_values import WAYS, as_exact_as_autocast, error
-from tests.support.front_ends import WARNINGS, fresh
+from tests.support.front_ends import FRESH
 
-pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
-__all__ = ["fresh"]
+pytestmark = FRESH
 
 LOWEST = torch.finfo(torch.float32).min
 Batch: TypeAlias = Callable[[int], tuple[Tensor, ...]]

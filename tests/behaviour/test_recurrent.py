@@ -11,16 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from tests.support.front_ends import (
-    F32,
-    WARNINGS,
-    convert,
-    fresh,
-    tensors,
-)
+from tests.support.front_ends import F32, FRESH, convert, tensors
 
-pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
-__all__ = ["fresh"]
+pytestmark = FRESH
 
 
 class Recurrent(nn.Module):

@@ -11,20 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxamp
-from tests.support.front_ends import (
-    F32,
-    WARNINGS,
-    at_levels,
-    decided,
-    each_front_end,
-    error,
-    fresh,
-    one,
-)
+from tests.support.front_ends import F32, FRESH, at_levels, decided, each_front_end, error, one
 from tests.support.helpers import Two, example
 
-pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
-__all__ = ["fresh"]
+pytestmark = FRESH
 
 
 def test_the_operands_of_a_scatter_get_one_dtype() -> None:  # in a graph: torch.autocast itself fails on these

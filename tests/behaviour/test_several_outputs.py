@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tests.support.front_ends import (
     F32,
-    WARNINGS,
+    FRESH,
     Case,
     assert_as_autocast,
     assert_eager,
@@ -21,15 +21,13 @@ from tests.support.front_ends import (
     check,
     convert,
     each_front_end,
-    fresh,
     legs,
     one,
     tensors,
 )
 from tests.support.helpers import Two
 
-pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
-__all__ = ["fresh"]
+pytestmark = FRESH
 
 
 def several_outputs(self: Any, x: Tensor) -> Any:

@@ -13,17 +13,10 @@ import torch.distributed as dist
 from torch import nn
 
 import fxamp
-from tests.support.front_ends import (
-    F32,
-    WARNINGS,
-    convert,
-    fresh,
-    one,
-)
+from tests.support.front_ends import F32, FRESH, convert, one
 from tests.support.helpers import Two, example
 
-pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
-__all__ = ["fresh"]
+pytestmark = FRESH
 
 
 @pytest.fixture

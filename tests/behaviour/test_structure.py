@@ -12,14 +12,13 @@ from torch import Tensor, fx, nn
 
 from tests.support.front_ends import (
     F32,
-    WARNINGS,
+    FRESH,
     Case,
     check,
     colours,
     converted,
     decided,
     each_front_end,
-    fresh,
     legs,
     o1,
     one,
@@ -27,8 +26,7 @@ from tests.support.front_ends import (
 )
 from tests.support.helpers import Two
 
-pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
-__all__ = ["fresh"]
+pytestmark = FRESH
 
 
 def called_twice(self: Any, x: Tensor) -> Any:

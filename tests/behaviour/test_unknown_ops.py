@@ -13,13 +13,10 @@ from torch import Tensor, nn
 from torch import library as operators
 
 import fxamp
-from tests.support.front_ends import BF16, WARNINGS, fresh, tensors
+from tests.support.front_ends import BF16, FRESH, tensors
 from tests.support.helpers import Two, example
 
-pytestmark = [
-    *WARNINGS, pytest.mark.usefixtures("fresh"), pytest.mark.filterwarnings("ignore:flex_attention called without"),
-]  # fmt: skip
-__all__ = ["fresh"]
+pytestmark = [*FRESH, pytest.mark.filterwarnings("ignore:flex_attention called without")]
 WAYS = ("convert", "compile")
 
 

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 import fxamp
 from passes import compile_graph
 from passes.contract.policy import Policy
-from tests.support.front_ends import WARNINGS, fresh
+from tests.support.front_ends import FRESH
 from tests.support.graphs import attribute
 
-pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
-__all__ = ["fresh"]
+pytestmark = FRESH
 DTYPES = {"in BF16": torch.bfloat16, "in FP16": torch.float16}
 
 

@@ -16,7 +16,7 @@ from tests.support.front_ends import (
     BF16,
     F32,
     FP16,
-    WARNINGS,
+    FRESH,
     Case,
     at_levels,
     check,
@@ -24,7 +24,6 @@ from tests.support.front_ends import (
     converted,
     decided,
     each_front_end,
-    fresh,
     legs,
     o1,
     one,
@@ -32,8 +31,7 @@ from tests.support.front_ends import (
 )
 from tests.support.helpers import Two, assert_same, example, run
 
-pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
-__all__ = ["fresh"]
+pytestmark = FRESH
 
 
 def casts_of_every_spelling(self: Any, x: Tensor) -> Any:

@@ -12,20 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxamp
-from tests.support.front_ends import (
-    BF16,
-    F32,
-    WARNINGS,
-    casts,
-    convert,
-    each_front_end,
-    fresh,
-    one,
-)
+from tests.support.front_ends import BF16, F32, FRESH, casts, convert, each_front_end, one
 from tests.support.helpers import Two, example
 
-pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
-__all__ = ["fresh"]
+pytestmark = FRESH
 
 
 @each_front_end

@@ -13,10 +13,9 @@ from torch import Tensor, library, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxamp
-from tests.support.front_ends import WARNINGS, fresh
+from tests.support.front_ends import FRESH
 
-pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
-__all__ = ["fresh"]
+pytestmark = FRESH
 Forward: TypeAlias = Callable[..., Any]
 
 

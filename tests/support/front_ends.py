@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,7 @@ WARNINGS = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:FP16 gradients without a loss scale"),
 ]
+FRESH = [*WARNINGS, pytest.mark.usefixtures("fresh")]  # which tests/conftest.py has
 
 
 def each_low(*front_ends: str) -> pytest.MarkDecorator:
@@ -42,16 +43,6 @@ def each_low(*front_ends: str) -> pytest.MarkDecorator:
         marks = () if f == front_ends[0] else (pytest.mark.matrix,)
         legs.append(pytest.param(f, "fp16", FP16, id=f"{f}-fp16", marks=marks))
     return pytest.mark.parametrize(("front_end", "name", "low"), legs)
-
-
-@pytest.fixture
-def fresh() -> Iterator[None]:
-    """Forget what Dynamo compiled, and turn off the kernels that eager attention uses in eval mode alone."""
-    torch._dynamo.reset()
-    fused = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    yield
-    torch.backends.mha.set_fastpath_enabled(fused)
 
 
 def one() -> tuple[Tensor]:
@@ -152,40 +143,30 @@ class Case:
     Attributes:
         build: makes the model.
         inputs: makes its inputs.
-        refused: by front end, what the refusal says.
         legs: the front ends to try; what another test file covers is not tried again.
     """
 
     build: Callable[[], nn.Module]
     inputs: Callable[[], tuple[Any, ...]]
-    refused: dict[str, str] = field(default_factory=dict)
     legs: tuple[str, ...] = FRONT_ENDS
 
 
 def check(case: Case, front_end: str, dtype: torch.dtype = BF16) -> None:
-    """Check that nothing changes at O0, and at O1 nothing but what autocast rounds; or that it is refused by name."""
+    """Check that nothing changes at O0, and at O1 nothing but what autocast rounds."""
     torch.manual_seed(0)
     model, args = case.build(), case.inputs()
-    if front_end in case.refused:
-        with pytest.raises(fxamp.CaptureError, match=case.refused[front_end]):
-            convert(model, args, front_end, "O0")
-        return
     exact, rounded = at_levels(model, args, front_end, "O0", f"O1,dtype={'fp16' if dtype == FP16 else 'bf16'}")
     assert_eager(exact(), model, args)
     assert_as_autocast(rounded(), model, args, dtype)
 
 
 def legs(cases: dict[str, Case]) -> list[Any]:
-    """Return the name of each case with each front end that it is tried by.
-
-    Beside symbolic tracing, which costs a tenth, the others take turns; what is left out is in the matrix.
-    """
+    """Return the name of each case with each front end, which take turns; what is left out is in the matrix."""
     made = []
     for turn, (name, case) in enumerate(cases.items()):
-        costly = [f for f in case.legs if f != "fx" and f not in case.refused]
-        left_out = {f for i, f in enumerate(costly) if i != turn % len(costly)}
-        for f in case.legs:
-            made.append(pytest.param(name, f, marks=[pytest.mark.matrix] if f in left_out else []))
+        for at, front_end in enumerate(case.legs):
+            marks = () if at == turn % len(case.legs) else pytest.mark.matrix
+            made.append(pytest.param(name, front_end, marks=marks))
     return made
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import fxamp
 from passes._torch import pytree
 from passes.ops.rules import RULES, is_of_this_torch
 
@@ -53,12 +52,6 @@ def autocast_runs_lstms(dtype: torch.dtype = torch.bfloat16) -> bool:
 
 def example(rows: int = 4) -> Tensor:
     return torch.randn(rows, 6, generator=torch.Generator().manual_seed(rows))
-
-
-def o0(model: nn.Module, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
-    """Convert without rounding: what comes out has to be the model, bit for bit."""
-    args = (example(),) if args is None and kwargs is None else args
-    return fxamp.convert(model, args, kwargs, policy="O0", **options)
 
 
 def run(module: nn.Module, model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, list[Any], list[Any], Tensor]:

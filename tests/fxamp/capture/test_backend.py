@@ -17,11 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fxamp
 from reports.zoo import ZOO, Zoo
-from tests.support.front_ends import WARNINGS, compiled, equal, fresh, tensors
+from tests.support.front_ends import FRESH, compiled, equal, tensors
 from tests.support.helpers import Two, example
 
-pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
-__all__ = ["fresh"]
+pytestmark = FRESH
 BF16, F32 = torch.bfloat16, torch.float32
 # Dynamo leaves recurrent layers to Python, so nothing of this one is captured.
 CAPTURED = [

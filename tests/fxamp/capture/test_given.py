@@ -20,13 +20,10 @@ from torch.fx import GraphModule, symbolic_trace
 import fxamp
 from passes._torch import pytree
 from passes.graph.notes import is_inserted
-from tests.support.front_ends import WARNINGS, fresh, under_autocast
+from tests.support.front_ends import FRESH, under_autocast
 from tests.support.helpers import Two, assert_same, example, saved
 
-pytestmark = [
-    *WARNINGS, pytest.mark.usefixtures("fresh"), pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
-]  # fmt: skip
-__all__ = ["fresh"]
+pytestmark = [*FRESH, pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")]
 X = example()
 AT = torch.tensor([[1, 2, 3], [4, 3, 2]])
 ROWS = ({0: torch.export.Dim("rows")},)

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxamp
-from tests.support.front_ends import WARNINGS, compiled, equal, fresh
+from tests.support.front_ends import FRESH, compiled, equal
 from tests.support.helpers import Two, example
 
-pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
-__all__ = ["fresh"]
+pytestmark = FRESH
 BF16, F32 = torch.bfloat16, torch.float32
 
 

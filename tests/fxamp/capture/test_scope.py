@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import fxamp
-from tests.support.front_ends import WARNINGS, fresh
+from tests.support.front_ends import FRESH
 from tests.support.helpers import example
 
-pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
-__all__ = ["fresh"]
+pytestmark = FRESH
 
 
 class Encoder(nn.Module):

@@ -19,11 +19,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fxamp
 from fxamp.view.view import runner_of
-from tests.support.front_ends import WARNINGS, fresh
+from tests.support.front_ends import FRESH
 from tests.support.helpers import TimesHundred, Two, assert_same, example, saved
 
-pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
-__all__ = ["fresh"]
+pytestmark = FRESH
 BF16 = "O1,dtype=bf16"
 OTHER = "O1,dtype=bf16,modules.m=fp32"  # which autocast does not give
 

@@ -13,11 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxamp
-from tests.support.front_ends import WARNINGS, fresh, under_autocast
+from tests.support.front_ends import FRESH, under_autocast
 from tests.support.helpers import Two, assert_untouched, example, fingerprint
 
-pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
-__all__ = ["fresh"]
+pytestmark = FRESH
 X = example()
 
 

@@ -21,10 +21,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fxamp
 from passes._torch import TorchDispatchMode, TorchFunctionMode
-from tests.support.front_ends import WARNINGS, fresh
+from tests.support.front_ends import FRESH
 
-pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
-__all__ = ["fresh"]
+pytestmark = FRESH
 
 
 class Net(nn.Module):

@@ -17,11 +17,10 @@ from torch.utils.checkpoint import checkpoint
 import fxamp
 from fxamp.view import function
 from passes._torch import TorchDispatchMode
-from tests.support.front_ends import WARNINGS, fresh, under_autocast
+from tests.support.front_ends import FRESH, under_autocast
 from tests.support.helpers import Two, assert_same, assert_untouched, example, fingerprint
 
-pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
-__all__ = ["fresh"]
+pytestmark = FRESH
 
 
 # A graph that is not the model's.

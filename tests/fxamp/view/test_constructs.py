@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxamp
-from tests.support.front_ends import WARNINGS, exported, fresh, under_autocast
+from tests.support.front_ends import FRESH, exported, under_autocast
 from tests.support.helpers import TimesHundred, Two, assert_is_eager, assert_same, example
 
-pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
-__all__ = ["fresh"]
+pytestmark = FRESH
 
 
 class DecoratedNoGrad(Two):

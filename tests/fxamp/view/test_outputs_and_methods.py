@@ -14,11 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxamp
-from tests.support.front_ends import WARNINGS, compiled, fresh
+from tests.support.front_ends import FRESH, compiled
 from tests.support.helpers import Two, autocast_runs_lstms, example
 
-pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
-__all__ = ["fresh"]
+pytestmark = FRESH
 BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 

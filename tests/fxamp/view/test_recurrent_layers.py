@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import fxamp
-from tests.support.front_ends import BF16, WARNINGS, assert_as_autocast, assert_eager, casts, decided, fresh
+from tests.support.front_ends import BF16, FRESH, assert_as_autocast, assert_eager, casts, decided
 
-pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
-__all__ = ["fresh"]
+pytestmark = FRESH
 
 
 class _Tagger(nn.Module):

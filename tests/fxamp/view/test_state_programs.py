@@ -25,10 +25,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import fxamp
-from tests.support.front_ends import WARNINGS, fresh
+from tests.support.front_ends import FRESH
 
-pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
-__all__ = ["fresh"]
+pytestmark = FRESH
 
 X = torch.linspace(-1, 1, 24).view(4, 6)
 GLOBAL = 2.0

@@ -15,11 +15,10 @@ import fxamp
 from passes.graph import literals
 from passes.ops.rules import row_named
 from tests.support.exported import graph_of, plan_of, program_of
-from tests.support.front_ends import FRONT_ENDS, convert, fresh
+from tests.support.front_ends import FRONT_ENDS, convert
 from tests.support.graphs import parse
 
 pytestmark = [pytest.mark.filterwarnings("ignore:FP16 gradients"), pytest.mark.usefixtures("fresh")]
-__all__ = ["fresh"]
 LOWEST = torch.finfo(torch.float32).min
 X = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
 MASK = torch.ones(8, 8).triu(1).bool()

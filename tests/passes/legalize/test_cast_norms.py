@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from passes.legalize.legalize import cast_before_norms
-from tests.support.front_ends import WARNINGS, at_levels, fresh
+from tests.support.front_ends import FRESH, at_levels
 from tests.support.graphs import parse, render
 from tests.support.helpers import Two, example
 
-pytestmark = [*WARNINGS, pytest.mark.usefixtures("fresh")]
-__all__ = ["fresh"]
+pytestmark = FRESH
 POLICIES = ("O1,dtype=fp16", "O2,dtype=fp16", "O3,dtype=fp16")
 
 
