@@ -32,7 +32,9 @@ if "ATEN_CPU_CAPABILITY" in os.environ:  # Inductor's cache does not know it: ke
     cache = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}_{os.environ['ATEN_CPU_CAPABILITY']}")
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
 ROOT = Path(__file__).parents[1]
-SETTING = re.compile(r"view|graph|bf16|fp16|torch\.bfloat16|torch\.float16|O[1-3](,(dtype|device)=\w+)*")
+SETTING = re.compile(
+    r"view|graph|ahead|first call|bf16|fp16|torch\.bfloat16|torch\.float16|O[1-3](,(dtype|device)=\w+)*"
+)
 OF_ZOO = re.compile(rf"/report/(page/|test_graphs|test_record)|::.*[\[-]({'|'.join(BY_NAME)})[\]-]")
 
 

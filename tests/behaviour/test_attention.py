@@ -22,7 +22,7 @@ __all__ = ["kernels"]
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # autocast's, too
 @each_front_end
 @pytest.mark.parametrize("ambient", [False, True], ids=["", "ambient autocast"])
-def test_attention_gets_its_operands_in_one_dtype(front_end: str, ambient: bool, kernels: dict[str, Any]) -> None:
+def test_attention_gets_its_operands_in_one_dtype(front_end: str, ambient: bool, kernels: Any) -> None:
     def attend(flash: Any, self: Any, x: Tensor, mask: Tensor) -> Any:
         q, k = F.rms_norm(self.l(x), (6,), self.m.weight[0]), F.rms_norm(self.m(x), (6,))
         q, k, v = (t.unflatten(0, (2, 2)) for t in (q, k, self.m(x)))
@@ -32,7 +32,7 @@ def test_attention_gets_its_operands_in_one_dtype(front_end: str, ambient: bool,
     def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return torch.softmax(q @ k.mT, -1) @ v
 
-    model = Two(lambda self, x, mask: attend(kernels["attention"], self, x, mask)).requires_grad_(False)
+    model = Two(lambda self, x, mask: attend(kernels.attention, self, x, mask)).requires_grad_(False)
     args = (example(), torch.tensor([[0.5, 1.5], [1.25, 0.0]]))
     with torch.autocast("cpu", enabled=ambient and front_end == "view"):  # an export under autocast has its casts
         module = convert(model, args, front_end, check=False)  # in FP32 the model does not run

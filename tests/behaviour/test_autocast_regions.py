@@ -22,11 +22,9 @@ from tests.support.front_ends import (
     check,
     convert,
     decided,
-    each_front_end,
     each_low,
     legs,
     one,
-    under_autocast,
 )
 from tests.support.helpers import Two
 
@@ -43,8 +41,25 @@ def regions(self: Any, x: Tensor) -> Any:
     return self.m(target) + exact, half.float()
 
 
+def of_an_upcast_value(self: Any, x: Tensor) -> Any:
+    y = self.l(x)
+    with torch.autocast("cpu", enabled=False):
+        return self.m(y.float())
+
+
+def helper(layer: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=BF16):
+        return layer(x)
+
+
+def in_a_function(self: Any, x: Tensor) -> Any:
+    return self.m(helper(self.l, x).float())
+
+
 CASES = {
-    "autocast and no_grad": Case(partial(Two, regions), one, {"fx": "region at"}),
+    "autocast and no_grad": Case(partial(Two, regions), one),
+    "of an upcast value": Case(partial(Two, of_an_upcast_value), one),
+    "in a function that the model calls": Case(partial(Two, in_a_function), one),
 }
 
 
@@ -79,38 +94,15 @@ def test_a_region_of_the_other_low_dtype_reads_what_is_low(front_end: str, name:
             assert decided(module, "linear") == [str(d).removeprefix("torch.") for d in (low, other, other)]
 
 
-def helper(layer: nn.Module, x: Tensor) -> Tensor:
-    with torch.autocast("cpu", dtype=BF16):
-        return layer(x)
-
-
-@each_front_end
-def test_a_region_in_a_function_that_the_model_calls_is_kept_or_refused(front_end: str) -> None:
-    region = Two(lambda self, x: self.m(helper(self.l, x).float()))
-    if front_end == "fx":
-        with pytest.raises(fxamp.CaptureError, match=r"a torch\.autocast region at .*test_autocast_regions\.py"):
-            convert(region, one(), front_end)
-    else:
-        assert torch.equal(convert(region, one(), front_end)(*one()), under_autocast(region, one()).float())
-
-
-class Recomputed(nn.Module):
-    """A checkpoint in a region, or beside it."""
-
-    def __init__(self, **region: Any) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.l, self.m, self.region = nn.Linear(6, 6), nn.Linear(6, 6), region
-
-    def forward(self, x: Tensor) -> Any:
-        with torch.autocast("cpu", **self.region):
-            inside = checkpoint(lambda a: self.l(a), x, use_reentrant=False)
-        return inside, self.m(x)
+def recomputed(self: Any, x: Tensor) -> Any:
+    with torch.autocast("cpu", **self.region):
+        inside = checkpoint(lambda a: self.l(a), x, use_reentrant=False)
+    return inside, self.m(x)
 
 
 @pytest.mark.parametrize("region", [{"enabled": False}, {"dtype": FP16}])
 def test_a_checkpoint_in_a_region_runs_as_the_region_says(region: dict[str, Any]) -> None:
-    model, x = Recomputed(**region), one()[0]
+    model, x = Two(recomputed, region=region), one()[0]
     got = fxamp.compile(model, policy="O1,dtype=bf16", backend="eager")(x)
     with torch.autocast("cpu", BF16):
         assert all(torch.equal(a, b.float()) for a, b in zip(got, model(x), strict=True))

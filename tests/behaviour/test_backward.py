@@ -47,7 +47,13 @@ def passed(called: Any, model: nn.Module, inputs: dict[str, Any]) -> list[Tensor
 CACHED = pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 
 
-@pytest.mark.parametrize("name", [*MODELS, pytest.param("WavLMForSequenceClassification", marks=CACHED)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(name, marks=pytest.mark.matrix if name[:3] in ("GPT", "ViT") else ()) for name in MODELS),
+        pytest.param("WavLMForSequenceClassification", marks=CACHED),
+    ],
+)
 def test_outputs_and_gradients_are_autocasts(name: str) -> None:
     """WavLM calls attention as one function, with low queries and FP32 weights."""
     model, inputs = BY_NAME[name](2)
@@ -57,13 +63,13 @@ def test_outputs_and_gradients_are_autocasts(name: str) -> None:
     assert [i for i, (a, b) in enumerate(zip(expected, found, strict=True)) if not torch.equal(a, b)] == []
 
 
-def losses(name: str, compile: Any) -> list[float]:
-    """Return the losses of 50 steps of a small model."""
+def losses(name: str, steps: int, compile: Any) -> list[float]:
+    """Return the losses of so many steps of a small model."""
     model, inputs = BY_NAME[name](2)
     labels = {} if "labels" in inputs else {"labels": torch.zeros(2, dtype=torch.long)}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     called, found = compile(model.train()), []
-    for _ in range(50):
+    for _ in range(steps):
         loss = called(**inputs, **labels).loss
         loss.backward()
         optimizer.step()
@@ -72,9 +78,16 @@ def losses(name: str, compile: Any) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_losses_of_a_training_run_are_autocasts(name: str) -> None:
-    assert losses(name, compiled) == losses(name, lambda model: UnderAutocast(model, BF16))
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        ("BertForMaskedLM", 8),
+        ("ResNetForImageClassification", 8),
+        *(pytest.param(name, 50, marks=pytest.mark.matrix) for name in MODELS),
+    ],
+)
+def test_losses_of_a_training_run_are_autocasts(name: str, steps: int) -> None:
+    assert losses(name, steps, compiled) == losses(name, steps, lambda model: UnderAutocast(model, BF16))
 
 
 def heads(self: Any, x: Tensor) -> Tensor:

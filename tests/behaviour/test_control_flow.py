@@ -45,11 +45,8 @@ INSIDE = {"while_loop": loop, "scan": running, "cond": branches}
 @pytest.mark.parametrize(
     ("kind", "front_end"),
     [
-        *(("while_loop", "view"), ("scan", "graph"), ("cond", "graph")),
-        *(
-            pytest.param(*leg, marks=pytest.mark.matrix)
-            for leg in (("while_loop", "graph"), ("scan", "view"), ("cond", "view"))
-        ),
+        *((kind, "view") for kind in INSIDE),
+        *(pytest.param(kind, "graph", marks=pytest.mark.matrix) for kind in INSIDE),
     ],
 )
 def test_a_loop_carried_value_keeps_its_dtype(kind: str, front_end: str) -> None:

@@ -19,28 +19,18 @@ __all__ = ["kernels"]
 
 
 @each_front_end
-def test_an_unknown_kernel_keeps_fp32_where_the_policy_says_so(front_end: str, kernels: dict[str, Any]) -> None:
-    model = Two(lambda self, x: self.m(kernels["double"](self.l(x)))).requires_grad_(False)
-    module = convert(model, one(), front_end, "O1,unknown_ops=keep")
-    got = module(*one())
-    torch.testing.assert_close(got, model(*one()), rtol=0.02, atol=0.02)
-    decision = next(d for d in fxamp.plan_of(module).decisions if d.op == "fxamp_kernels::double")
-    assert (decision.code, decision.colour) == ("keep", "float32")
-
-
-@each_front_end
-def test_a_kernel_with_a_rule_gets_low_values_without_a_cast(front_end: str, kernels: dict[str, Any]) -> None:
-    model = Two(lambda self, x: self.m(kernels["attention"](*(self.l(x),) * 3))).requires_grad_(False)
+def test_a_kernel_with_a_rule_gets_low_values_without_a_cast(front_end: str, kernels: Any) -> None:
+    model = Two(lambda self, x: self.m(kernels.attention(*(self.l(x),) * 3))).requires_grad_(False)
     module = convert(model, one(), front_end, "O1,output_dtype=low", check=False)
     assert module(*one()).dtype == BF16
     assert [n.all_input_nodes[0].op for n in casts(module)].count("call_function") == 0
 
 
 @each_front_end
-def test_a_kernel_that_writes_to_its_operand_writes_to_the_original(front_end: str, kernels: dict[str, Any]) -> None:
+def test_a_kernel_that_writes_to_its_operand_writes_to_the_original(front_end: str, kernels: Any) -> None:
     def counting(self: Any, x: Tensor) -> Tensor:
         total = torch.zeros(6)
-        return self.m(torch.ops.fxamp_kernels.count(total, self.l(x))) + total
+        return self.m(kernels.count(total, self.l(x))) + total
 
     model = Two(counting).requires_grad_(False)
     module = convert(model, one(), front_end)

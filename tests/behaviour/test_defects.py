@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,12 +14,10 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.checkpoint import checkpoint
 
 import fxamp
-from passes import compile_graph
-from passes.contract.policy import Policy
 from passes.ops.rules import _custom
-from tests.support.front_ends import FRESH, convert
-from tests.support.graphs import attribute
-from tests.support.helpers import Two, example
+from tests.support.doors import DOORS
+from tests.support.front_ends import FRESH, assert_trains_as_autocast, captured, convert, each_capture, each_front_end
+from tests.support.helpers import Layers, Two, example, in_turns
 
 pytestmark = FRESH
 
@@ -70,8 +67,7 @@ WRITES = {
 }
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-@pytest.mark.parametrize("how", WRITES)
+@pytest.mark.parametrize(("how", "level"), in_turns(WRITES, ["O1", "O2", "O3"]))
 def test_what_an_opaque_call_writes_is_not_lost(how: str, level: str) -> None:
     forward, way = WRITES[how]
     torch.manual_seed(0)
@@ -91,11 +87,11 @@ def filled_with_an_integer(self: Any, x: Tensor) -> Tensor:
     return torch.softmax(y.masked_fill(y > 0, -1000000000), -1)
 
 
-@pytest.mark.parametrize("way", ["view", "graph"])
+@each_front_end
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("forward", [scaled_by_an_integer, filled_with_an_integer], ids=lambda f: f.__name__)
-def test_an_integer_out_of_range_keeps_its_node_fp32(forward: Callable[..., Any], level: str, way: str) -> None:
-    module = convert(Two(forward), (example(),), way, f"{level},dtype=fp16")
+def test_an_integer_out_of_range_keeps_its_node_fp32(forward: Callable[..., Any], level: str, front_end: str) -> None:
+    module = convert(Two(forward), (example(),), front_end, f"{level},dtype=fp16")
     assert module(example()).isfinite().all()
     op = "mul" if forward is scaled_by_an_integer else "masked_fill"
     assert {d.colour for d in fxamp.plan_of(module).decisions if d.op == op} == {"float32"}
@@ -118,62 +114,36 @@ def fp32_only() -> Iterator[Any]:
     _custom.pop("edges::increment", None)
 
 
-@pytest.mark.parametrize("way", ["view", "graph"])
-def test_an_op_without_a_low_kernel_is_not_lowered_by_the_cut(way: str, fp32_only: Any) -> None:
+@each_front_end
+def test_an_op_without_a_low_kernel_is_not_lowered_by_the_cut(front_end: str, fp32_only: Any) -> None:
     def forward(self: Any, x: Tensor) -> Any:
         return self.m(fp32_only(self.l(x) + x)), self.l(F.rrelu(self.m(x) + x, training=True))
 
     policy = "O2,dtype=fp16"
-    module = convert(Two(forward), (example(64),), way, policy)
+    module = convert(Two(forward), (example(64),), front_end, policy)
     module(example(64))
     low = {d.op: d.colour for d in fxamp.plan_of(module).decisions}
     assert low["edges::increment"] == low["rrelu"] == "float32"
 
 
-@pytest.mark.parametrize("way", ["view", "graph"])
-@pytest.mark.parametrize("key", ["ops.cdist", "ops.linalg_inv", "modules.inner"])
-def test_an_override_to_low_of_an_op_without_a_low_kernel_is_refused_by_name(key: str, way: str) -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        y = self.l(x)
-        return torch.cdist(y, y) + torch.linalg.inv(torch.eye(4) + 0.01 * (y @ y.transpose(0, 1)))
-
-    def whole(self: Any, x: Tensor) -> Any:
-        return self.inner(x)
-
-    op = "linalg_inv" if "inv" in key else "cdist"
-    model = Two(whole, inner=Two(forward))
-    with pytest.raises(fxamp.PolicyError, match=rf"^{key}=low: {op} .*no kernel for torch.bfloat16 on this cpu"):
-        convert(model, (example(),), way, f"O1,dtype=bf16,{key}=low")(example())
+def written(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Give a sum that is FP32 under autocast, saved by a layer and then written."""
+    y = self.a(x) + x
+    z = self.b(y)
+    y.add_(1)
+    return y, z
 
 
-class Written(nn.Module):
-    """A block whose sum is FP32 under autocast, saved by a layer and then written."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = self.a(x) + x
-        z = self.b(y)
-        y.add_(1)
-        return y, z
-
-
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.block, self.last = Written(), nn.Linear(64, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y, z = checkpoint(self.block, x, use_reentrant=False)
-        return self.last(y + z)
+def checkpointed(self: Any, x: Tensor) -> Tensor:
+    y, z = checkpoint(self.block, x, use_reentrant=False)
+    return self.last(y + z)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_a_checkpointed_block_may_be_written_in_place_at_every_level(level: str) -> None:
     torch.manual_seed(0)
-    model, x = Checkpointed(), torch.randn(32, 64)
+    block = Layers(written, a=nn.Linear(64, 64), b=nn.Linear(64, 64))
+    model, x = Layers(checkpointed, block=block, last=nn.Linear(64, 64)), torch.randn(32, 64)
     exact = model(x)
     y = fxamp.compile(model, policy=f"{level},dtype=bf16", backend="eager")(x)
     y.sum().backward()
@@ -181,27 +151,18 @@ def test_a_checkpointed_block_may_be_written_in_place_at_every_level(level: str)
 
 
 def test_a_body_that_several_calls_share_is_compiled_once() -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+    def block(self: Any, x: Tensor) -> Tensor:
+        return torch.relu(self.b(torch.relu(self.a(x)))) + x
 
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.relu(self.b(torch.relu(self.a(x)))) + x
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(Block() for _ in range(6))
-            self.run = torch.compiler.nested_compile_region(lambda block, x: block(x))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for block in self.blocks:
-                x = self.run(block, x)
-            return x
+    def net(self: Any, x: Tensor) -> Tensor:
+        for one in self.blocks:
+            x = self.run(one, x)
+        return x
 
     torch.manual_seed(0)
-    model, x = Net(), torch.randn(4, 8)
+    blocks = nn.ModuleList(Layers(block, a=nn.Linear(8, 8), b=nn.Linear(8, 8)) for _ in range(6))
+    run = torch.compiler.nested_compile_region(lambda block, x: block(x))
+    model, x = Layers(net, blocks=blocks, run=run), torch.randn(4, 8)
     module = fxamp.compile(model, policy="O1,dtype=bf16", backend="eager")
     with torch.autocast("cpu", torch.bfloat16):
         expected = model(x)
@@ -225,32 +186,16 @@ def test_a_split_in_two_and_a_split_in_three_are_told_apart() -> None:
     assert not fxamp.plan_of(module).deviations
 
 
-@pytest.mark.parametrize("way", ["convert", "compile"])
+@each_capture
 @pytest.mark.parametrize("mode", ["reflect", "replicate", "circular", "constant"])
-def test_gradients_through_padding_are_summed_as_under_autocast(mode: str, way: str) -> None:
+def test_gradients_through_padding_are_summed_as_under_autocast(mode: str, capture: str) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         return self.second(F.pad(self.first(x), (3, 2, 1, 2), mode=mode))
 
     torch.manual_seed(0)
-    first, x = nn.Conv2d(1, 4, 3, padding=1), torch.randn(3, 1, 10, 8)
-    model = Two(forward, first=first, second=nn.Conv2d(4, 4, 3))
-
-    def gradient(run: Callable[..., Tensor]) -> Tensor:
-        model.zero_grad()
-        output = run(x).float()
-        (output * torch.linspace(0.5, 1.5, output.numel()).view(output.shape)).sum().backward()
-        assert first.weight.grad is not None
-        return first.weight.grad.clone()
-
-    def under_autocast(x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return model(x)
-
-    if way == "compile":
-        module: Any = fxamp.compile(model, policy="O1,dtype=bf16", backend="eager")
-    else:
-        module = fxamp.convert(model, (x,), policy="O1,dtype=bf16")
-    assert torch.equal(gradient(module), gradient(under_autocast))
+    model = Two(forward, first=nn.Conv2d(1, 4, 3, padding=1), second=nn.Conv2d(4, 4, 3))
+    x = torch.randn(3, 1, 10, 8)
+    assert_trains_as_autocast(captured(model, (x,), capture), model, x)
 
 
 @pytest.mark.parametrize(("low", "stored"), [("bf16", "bfloat16"), ("fp16", "float32")])
@@ -272,54 +217,27 @@ def test_a_weight_that_einsum_and_a_layer_read_has_the_gradient_of_autocast(shar
     torch.manual_seed(0)
     model, x = Two(forward), torch.randn(16, 6)
 
-    def gradient(run: Callable[..., Tensor]) -> Tensor:
-        model.zero_grad()
-        run(x).float().square().sum().backward()
-        assert model.l.weight.grad is not None
-        return model.l.weight.grad.clone()
-
-    def under_autocast(x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return model(x)
-
     module = fxamp.convert(model, (x,), policy=f"O1,dtype=bf16,share_casts={share}")
-    assert torch.equal(gradient(module), gradient(under_autocast))
+    assert_trains_as_autocast(module, model, x)
 
 
-def exported(model: nn.Module, x: Tensor) -> torch.fx.GraphModule:
-    module: Any = torch.export.export(model, (x,)).module()
-    for guard in [n for n in module.graph.nodes if n.op == "call_module"]:
-        module.graph.erase_node(guard)
-    return torch.fx.GraphModule(module, module.graph)
-
-
-def by_compile_graph(model: nn.Module, x: Tensor, policy: str) -> None:
-    gm, chosen = exported(model, x), replace(Policy.parse(policy), device="cpu")
-    compile_graph(gm.graph, chosen, functools.partial(attribute, gm))
-
-
-DOORS: dict[str, Callable[[nn.Module, Tensor, str], Any]] = {
-    "a module": lambda model, x, policy: fxamp.convert(model, (x,), policy=policy),
-    "a GraphModule": lambda model, x, policy: fxamp.convert(exported(model, x), (x,), policy=policy),
-    "compile": lambda model, x, policy: fxamp.compile(model, policy=policy, backend="eager")(x),
-    "torch.compile": lambda model, x, policy: torch.compile(
+WAYS_IN = DOORS | {
+    "torch.compile": lambda model, args, policy: torch.compile(
         model, backend="fxamp", options={"policy": policy, "backend": "eager"}
-    )(x),
-    "compile_graph": by_compile_graph,
+    ),
 }
+KEYS = {"ops.cdist": "cdist", "ops.linalg_inv": "linalg_inv", "modules.inner": "cdist"}
 
 
-@pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("key", ["ops.cdist", "modules.inner"])
-def test_an_override_to_low_without_a_low_kernel_is_refused_by_every_way_in(key: str, door: str) -> None:
+@pytest.mark.parametrize(("key", "door"), list(zip(itertools.cycle(KEYS), WAYS_IN, strict=False)))
+def test_an_override_to_low_of_an_op_without_a_low_kernel_is_refused_by_every_way_in(key: str, door: str) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         y = self.l(x)
-        return torch.cdist(y, y)
+        return torch.cdist(y, y) + torch.linalg.inv(torch.eye(4) + 0.01 * (y @ y.transpose(0, 1)))
 
     def whole(self: Any, x: Tensor) -> Any:
         return self.inner(x)
 
-    torch._dynamo.reset()
-    says = rf"{key}=low: cdist .*no kernel for torch.bfloat16 on this cpu"
+    says = rf"{key}=low: {KEYS[key]} .*no kernel for torch.bfloat16 on this cpu"
     with pytest.raises((fxamp.PolicyError, BackendCompilerFailed), match=says):  # torch wraps what a backend raises
-        DOORS[door](Two(whole, inner=Two(forward)), example(), f"O1,dtype=bf16,{key}=low")
+        WAYS_IN[door](Two(whole, inner=Two(forward)), (example(),), f"O1,dtype=bf16,{key}=low")(example())

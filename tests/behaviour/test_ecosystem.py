@@ -11,11 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import fxamp
-from passes.graph.notes import is_inserted
-from tests.support.front_ends import FRONT_ENDS, convert
 
 accelerate: Any = pytest.importorskip("accelerate")
 transformers: Any = pytest.importorskip("transformers")
@@ -104,6 +101,7 @@ def test_accelerates_own_list_of_backends_has_no_fxamp(tmp_path: Path) -> None:
         transformers.Trainer(bert(), arguments(tmp_path, torch_compile_backend="fxamp"), train_dataset=data())
 
 
+@pytest.mark.matrix  # by checkpoints of one's own: test_four_checkpointed_blocks_have_the_gradients_of_plain_ones
 def test_gradient_checkpointing_of_transformers() -> None:
     model, plain = bert(), bert()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -117,25 +115,6 @@ def test_gradient_checkpointing_of_transformers() -> None:
         assert torch.equal(a.grad, b.grad)
     inside = [d for d in fxamp.plan_of(module).decisions if d.graph]
     assert {d.colour for d in inside if d.op == "linear"} == {"bfloat16"}
-
-
-def test_reentrant_checkpointing_runs_too() -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.l, self.m = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Any:
-            return self.m(checkpoint(self.l, x, use_reentrant=True))
-
-    model, x = Block(), torch.randn(3, 4, requires_grad=True)
-    fxamp.compile(model, backend="eager")(x).sum().backward()
-    gradient = model.l.weight.grad
-    assert gradient is not None
-    model.zero_grad()
-    with torch.autocast("cpu"):
-        model(x).float().sum().backward()
-    assert torch.allclose(gradient, model.l.weight.grad, rtol=2e-2, atol=1e-2)  # type: ignore[arg-type]
 
 
 def gpt2() -> tuple[Any, dict[str, Tensor]]:
@@ -172,7 +151,7 @@ def low(call: Any, **inputs: Any) -> Any:
 def test_generation_and_calls_beyond_the_recompile_limit_are_autocasts(build: Any) -> None:
     torch.manual_seed(0)
     model, inputs = build()
-    asked = {"max_new_tokens": 4, "do_sample": False, "output_scores": True, "return_dict_in_generate": True}
+    asked = {"max_new_tokens": 3, "do_sample": False, "output_scores": True, "return_dict_in_generate": True}
     module = fxamp.compile(model.eval(), policy="O1,dtype=bf16", backend="eager")
     expected, got = low(model.generate, **inputs, **asked), module.generate(**inputs, **asked)
     assert torch.equal(got.sequences, expected.sequences)
@@ -183,36 +162,12 @@ def test_generation_and_calls_beyond_the_recompile_limit_are_autocasts(build: An
     key = "decoder_input_ids" if build is not gpt2 else "input_ids"
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr("fxamp.view.function.LIMIT", 2)
-        for length in range(1, 7):
+        for length in range(1, 5):
             call = {**inputs, key: torch.randint(3, 60, (2, length)), "output_hidden_states": length % 2 == 0}
             expected = low(model, **call).logits.float()
             assert torch.equal(module(**call).logits, expected)
         assert torch.equal(later(**call).logits, expected)
     assert any("recompile limit" in note for note in fxamp.plan_of(module).notes)
-
-
-def test_a_frozen_low_base_is_not_cast() -> None:
-    class LoRA(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.base = nn.Linear(8, 8).to(torch.bfloat16).requires_grad_(False)
-            self.a, self.b = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
-
-        def forward(self, x: Tensor) -> Any:
-            return self.base(x.to(torch.bfloat16)) + self.b(self.a(x))
-
-    model, x = LoRA(), torch.randn(2, 8)
-    for front_end in FRONT_ENDS:
-        module = convert(model, (x,), front_end, "O1,dtype=bf16")
-        module(x).sum().backward()
-        [graph] = fxamp.graphs(module)
-        inserted = [n for n in graph.graph.nodes if is_inserted(n)]
-        assert not [n for n in inserted if "base" in str(n.args[0].target)]
-        assert len([n for n in inserted if any(f"{w}_" in f"{n.args[0].target}_" for w in ("a.weight", "b.weight"))
-                    or "parameters_weight" in str(n.args[0].target)]) == 2  # fmt: skip
-        assert model.a.weight.grad is not None
-        assert model.a.weight.grad.dtype == torch.float32
-        assert model.base.weight.grad is None
 
 
 def test_fabric_runs_a_view_in_any_precision() -> None:

@@ -15,6 +15,7 @@ from tests.support.front_ends import (
     F32,
     FRESH,
     FRONT_ENDS,
+    assert_trains_as_autocast,
     at_levels,
     casts,
     convert,
@@ -58,15 +59,7 @@ def test_gradients_are_summed_in_fp32_where_autocast_sums_them_so(forward: Any) 
     torch.manual_seed(0)
     model, x = Two(forward), torch.randn(64, 6)
     module = fxamp.convert(model, (x,), policy="O1,dtype=bf16,share_casts=weights")
-    found = []
-    for called, low in ((model, True), (module, False)):
-        model.zero_grad()
-        with torch.autocast("cpu", BF16, enabled=low):
-            y = called(x)
-        y.float().square().mean().backward()
-        found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-    for ours, autocasts in zip(*found, strict=True):
-        assert torch.equal(ours, autocasts)
+    assert_trains_as_autocast(module, model, x)
 
 
 @each_front_end

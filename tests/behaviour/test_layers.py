@@ -33,23 +33,10 @@ def packages(path: Path) -> set[str]:
     return {module.partition(".")[0] for level, module in imports(path) if level == 0}
 
 
-def test_there_is_something_to_check() -> None:
-    assert len(PASSES) > 5
-    assert len(FXAMP) > 5
-    assert len(REPORTS) > 5
-
-
 def importers(paths: Iterable[Path], names: Collection[str]) -> dict[str, set[str]]:
     """Return the files that import some of these packages, and which."""
     found = {path.relative_to(ROOT).as_posix(): packages(path) & set(names) for path in paths}
     return {path: names for path, names in found.items() if names}
-
-
-def test_the_compiler_imports_nothing_of_the_product() -> None:
-    assert importers(PASSES, OURS) == {}
-    for path in PASSES:
-        depth = len(path.relative_to(ROOT).parts) - 1  # folders from here up to the package itself
-        assert all(level <= depth for level, _ in imports(path)), path
 
 
 def test_the_product_imports_no_tests_and_itself_relatively() -> None:

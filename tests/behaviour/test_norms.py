@@ -11,9 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import fxamp
 from tests.support.front_ends import (
-    BF16,
     F32,
     FRESH,
     FRONT_ENDS,
@@ -23,7 +21,6 @@ from tests.support.front_ends import (
     at_levels,
     check,
     convert,
-    decided,
     each_front_end,
     each_low,
     legs,
@@ -117,33 +114,6 @@ def test_norms_written_by_hand_stay_in_range_at_o2(front_end: str) -> None:
     for name, expected in exact.items():
         assert got[name].isfinite().all(), name
         assert torch.allclose(got[name], expected, rtol=0.01, atol=1e-3), name
-
-
-class LlamaNorm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 6))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        dtype = hidden.dtype
-        hidden = hidden.to(torch.float32)
-        hidden = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + 1e-6)
-        return self.weight * hidden.to(dtype)
-
-
-@pytest.mark.parametrize("front_end", ["view", "graph"])
-def test_the_output_of_a_norm_that_upcasts_and_restores_is_low_at_o2(front_end: str) -> None:
-    model = Two(lambda self, x: self.b(self.m(self.a(self.l(x)))), a=LlamaNorm(), b=LlamaNorm())
-    module = convert(model, one(), front_end, "O2,output_dtype=low")
-    got = module(*one())
-    assert got.dtype == BF16
-    torch.testing.assert_close(got.float(), model(*one()), rtol=0.05, atol=0.03)
-    by_key = {d.key: d.colour for d in fxamp.plan_of(module).decisions}
-    for norm in ("a", "b"):
-        inside = {k: c for k, c in by_key.items() if k.startswith(f"{norm}/")}
-        assert inside[f"{norm}/mul#1"] == "bfloat16"
-        assert inside[f"{norm}/pow#0"] == inside[f"{norm}/mean#0"] == "float32"
-    assert decided(module, "linear") == ["bfloat16", "bfloat16"]
 
 
 def test_running_statistics_are_those_of_fp32_after_fifty_steps() -> None:

@@ -21,6 +21,7 @@ from reports.subjects import (
 )
 from reports.trial.first import Calls, first_difference
 from reports.zoo import NO_FP16_ON_CPU, SOME
+from tests.support.helpers import in_turns
 
 # FP16 gradients are counted here, not trained on.
 pytestmark = pytest.mark.filterwarnings("ignore:FP16 gradients without a loss scale")
@@ -93,8 +94,7 @@ def test_o1_gradients_are_within_twice_autocasts_distance_from_float64(name: str
     check_gradients(name, "bf16")
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize(("name", "level"), in_turns(SOME, ["O1", "O2"]))
 def test_a_training_step_never_casts_more_than_autocast(name: str, level: str) -> None:
     needs_kernels(name, "bf16")
     check_casts(name, level, "bf16")

@@ -118,8 +118,7 @@ def test_complex_numbers_and_double_precision_are_left_alone(front_end: str) -> 
 
 @each_front_end
 def test_a_sparse_matrix_multiplies_in_one_dtype(front_end: str) -> None:
-    model = Two(lambda self, x: self.m(torch.sparse.mm(self.adjacency, self.l(x))))
-    model.register_buffer("adjacency", torch.eye(4).to_sparse())
+    model = Two(lambda self, x: self.m(torch.sparse.mm(self.near, self.l(x))), near=torch.eye(4).to_sparse())
     _, got = o1(model, one(), front_end)
     torch.testing.assert_close(got, plain(model, one()), rtol=0.03, atol=0.03)
 
@@ -161,23 +160,18 @@ def test_complex_numbers_are_made_from_low_values(front_end: str, name: str, low
     assert_at_all_levels(model, args, front_end, name, low)
 
 
-class Quantized(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("weight", torch.arange(-18, 18, dtype=torch.int8).view(6, 6))
-        self.register_buffer("scale", torch.full((6, 1), 0.05))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ (self.get_buffer("weight").to(x.dtype) * self.get_buffer("scale")).t()
+def by_integers(self: Any, x: Tensor) -> Any:
+    return self.m(self.l(x) @ (self.integers.to(x.dtype) * self.scale).t())
 
 
 @each_front_end
 def test_quantized_weights_stay_integers(front_end: str) -> None:
     torch.manual_seed(0)
-    model = Two(lambda self, x: self.m(self.q(self.l(x))), q=Quantized())
+    integers = torch.arange(-18, 18, dtype=torch.int8).view(6, 6)
+    model = Two(by_integers, integers=integers, scale=torch.full((6, 1), 0.05))
     module = convert(model, one(), front_end)
     torch.testing.assert_close(module(*one()), model(*one()), rtol=0.03, atol=0.03)
-    assert torch.equal(model.get_buffer("q.weight").flatten(), torch.arange(-18, 18, dtype=torch.int8))
+    assert torch.equal(model.get_buffer("integers").flatten(), torch.arange(-18, 18, dtype=torch.int8))
     assert decided(module, "matmul") == ["bfloat16"]
 
 

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 import fxamp
 from fxamp.cli.main import main
-from tests.support.front_ends import BF16, FP16, FRESH
+from tests.support.front_ends import BF16, FP16, FRESH, captured, each_capture
 from tests.support.helpers import Two, example
 
 pytestmark = FRESH
-WAYS = ("convert", "compile")
 REFUSED = r"trainable parameter\(s\) are low already: 'l\.weight' .*from_pretrained\(\.\.\., dtype=torch\.float32\)"
 
 
@@ -26,16 +25,10 @@ def _low_first(frozen: bool, dtype: torch.dtype = BF16) -> Two:
     return model
 
 
-def _made(model: nn.Module, way: str, low: str = "bf16") -> Any:
-    if way == "compile":
-        return fxamp.compile(model, policy=f"O1,dtype={low}", backend="eager")
-    return fxamp.convert(model, (example(),), policy=f"O1,dtype={low}")
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_trainable_low_parameters_are_refused_in_train_mode_with_gradients(way: str) -> None:
+@each_capture
+def test_trainable_low_parameters_are_refused_in_train_mode_with_gradients(capture: str) -> None:
     with pytest.raises(fxamp.PolicyError, match=REFUSED):
-        _made(_low_first(frozen=False), way)(example())
+        captured(_low_first(frozen=False), (example(),), capture)(example())
 
 
 def test_a_train_step_refuses_them_too() -> None:
@@ -45,12 +38,12 @@ def test_a_train_step_refuses_them_too() -> None:
         fxamp.TrainStep(model, nn.MSELoss(), optimizer)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@each_capture
 @pytest.mark.parametrize("grad", [True, False])
-def test_they_are_a_note_in_eval_mode_or_without_gradients(grad: bool, way: str) -> None:
+def test_they_are_a_note_in_eval_mode_or_without_gradients(grad: bool, capture: str) -> None:
     model, x = _low_first(frozen=False).train(not grad), example()
     with torch.set_grad_enabled(grad):
-        module = _made(model, way)
+        module = captured(model, (x,), capture)
         got = module(x)
         with torch.autocast("cpu", BF16):
             assert torch.equal(got, model(x).float())
@@ -59,10 +52,10 @@ def test_they_are_a_note_in_eval_mode_or_without_gradients(grad: bool, way: str)
     assert "'l.weight' (bfloat16)" in notes[0]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_model_converted_in_eval_mode_is_refused_once_it_is_trained(way: str) -> None:
+@each_capture
+def test_a_model_converted_in_eval_mode_is_refused_once_it_is_trained(capture: str) -> None:
     model, x = _low_first(frozen=False).eval(), example()
-    module = _made(model, way)
+    module = captured(model, (x,), capture)
     module(x)
     module.train()
     with torch.no_grad():
@@ -85,11 +78,11 @@ def test_they_are_a_note_in_a_plan_and_in_a_report(tmp_path: Path, capsys: pytes
     assert "trainable parameter(s) are low: '0.weight' (bfloat16)" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("way", WAYS)
+@each_capture
 @pytest.mark.parametrize("held", [BF16, FP16])
 @pytest.mark.parametrize(("name", "low"), [("bf16", BF16), ("fp16", FP16)])
 def test_frozen_low_parameters_are_read_as_under_autocast(
-    name: str, low: torch.dtype, held: torch.dtype, way: str
+    name: str, low: torch.dtype, held: torch.dtype, capture: str
 ) -> None:
     model, x = _low_first(frozen=True, dtype=held), example()
     with torch.autocast("cpu", low):
@@ -97,7 +90,7 @@ def test_frozen_low_parameters_are_read_as_under_autocast(
     expected.float().sum().backward()
     gradient = model.m.weight.grad
     model.zero_grad()
-    module = _made(model, way, name)
+    module = captured(model, (x,), capture, f"O1,dtype={name}")
     got = module(x)
     got.sum().backward()
     assert torch.equal(got, expected.float())
@@ -108,10 +101,10 @@ def test_frozen_low_parameters_are_read_as_under_autocast(
     assert model.l.weight.dtype == held
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_value_that_the_code_casts_to_the_other_low_dtype_stays_out_of_low(way: str) -> None:
+@each_capture
+def test_a_value_that_the_code_casts_to_the_other_low_dtype_stays_out_of_low(capture: str) -> None:
     model, x = Two(lambda self, x: self.m(self.l(x).half())), example()
-    module = _made(model, way)
+    module = captured(model, (x,), capture)
     module(x)
     assert [d.code for d in fxamp.plan_of(module).decisions if d.op == "linear"] == ["low", "user_cast"]
 
@@ -148,8 +141,8 @@ class _Quantized(torch.Tensor):
         return func(*plain[0], **plain[1])
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_quantized_weights_are_read_as_under_autocast_and_listed(way: str) -> None:
+@each_capture
+def test_quantized_weights_are_read_as_under_autocast_and_listed(capture: str) -> None:
     torch.manual_seed(0)
     model, x = Two(), example()
     weight = model.l.weight.detach()
@@ -157,7 +150,7 @@ def test_quantized_weights_are_read_as_under_autocast_and_listed(way: str) -> No
     quantized = _Quantized((weight / scale).round().to(torch.int8), scale, torch.float32)
     model.l.weight = nn.Parameter(quantized, requires_grad=False)
     with torch.no_grad():
-        module = _made(model, way)
+        module = captured(model, (x,), capture)
         got = module(x)
         with torch.autocast("cpu", BF16):
             assert torch.equal(got, model(x).float())
@@ -172,12 +165,12 @@ def _embedded(self: Any, x: Tensor) -> Tensor:
     return self.m(self.e(x.argsort(-1))) + x.sum()
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_rows_of_a_frozen_table_in_the_other_low_dtype_are_cast_as_under_autocast(way: str) -> None:
+@each_capture
+def test_rows_of_a_frozen_table_in_the_other_low_dtype_are_cast_as_under_autocast(capture: str) -> None:
     torch.manual_seed(0)
     model, x = Two(_embedded, e=nn.Embedding(8, 6, dtype=FP16).requires_grad_(False)), example()
     with torch.no_grad():
-        module = _made(model, way)
+        module = captured(model, (x,), capture)
         got = module(x)
         with torch.autocast("cpu", BF16):
             assert torch.equal(got, model(x).float())

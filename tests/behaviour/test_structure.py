@@ -16,6 +16,7 @@ from tests.support.front_ends import (
     Case,
     check,
     colours,
+    convert,
     converted,
     decided,
     each_front_end,
@@ -78,3 +79,19 @@ def test_keys_do_not_move_when_another_layer_comes_in(front_end: str) -> None:
     second, _ = o1(Two(more, extra=nn.Linear(6, 6)), one(), front_end)
     assert set(colours(second)) - set(colours(first)) == {"extra/linear#0", "/tanh#0"}
     assert set(colours(first)) == {"l/linear#0", "m/linear#0"}
+
+
+def test_hooks_of_a_container_take_effect_and_see_what_autocast_gives() -> None:
+    seen: list[torch.dtype] = []
+
+    def treble(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        seen.append(output.dtype)
+        return output * 3
+
+    inner = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    model = nn.Sequential(inner, nn.Linear(6, 6))
+    inner.register_forward_hook(treble)
+    module = convert(model)
+    assert torch.equal(module(*one()), under_autocast(model, one()).float())
+    assert seen[0] == torch.bfloat16
+    assert module.state_dict().keys() == model.state_dict().keys()

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torch import library as operators
 
 import fxamp
-from tests.support.front_ends import BF16, FRESH, tensors
-from tests.support.helpers import Two, example
+from tests.support.front_ends import BF16, FRESH, captured, each_capture, tensors
+from tests.support.helpers import Two, example, in_turns
 
 pytestmark = [*FRESH, pytest.mark.filterwarnings("ignore:flex_attention called without")]
-WAYS = ("convert", "compile")
 
 
 def _low_only(q: Tensor, k: Tensor) -> Tensor:
@@ -93,12 +92,6 @@ def calls_a_product(self: Any, ops: Any, x: Tensor) -> Tensor:
 CASES = (reads_low, reads_low_beside_fp32, reads_fp32, reads_the_input, calls_a_product)
 
 
-def _made(model: nn.Module, way: str, policy: str, x: Tensor) -> Any:
-    if way == "compile":
-        return fxamp.compile(model, policy=policy, backend="eager")
-    return fxamp.convert(model, (x,), policy=policy)
-
-
 def _outputs_and_gradients(call: Callable[..., Any], model: nn.Module, x: Tensor) -> list[Tensor]:
     x = x.clone().requires_grad_()
     model.zero_grad()
@@ -116,13 +109,13 @@ def _under_autocast(model: nn.Module) -> Callable[..., Any]:
     return call
 
 
-@pytest.mark.parametrize("way", WAYS)
+@each_capture
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_a_custom_op_runs_as_under_autocast(case: Callable[..., Tensor], way: str, ops: Any) -> None:
+def test_a_custom_op_runs_as_under_autocast(case: Callable[..., Tensor], capture: str, ops: Any) -> None:
     torch.manual_seed(0)
     model, x = Two(lambda self, x: case(self, ops, x)), example()
     expected = _outputs_and_gradients(_under_autocast(model), model, x)
-    module = _made(model, way, "O1,dtype=bf16", x)
+    module = captured(model, (x,), capture, "O1,dtype=bf16")
     got = _outputs_and_gradients(module, model, x)
     assert len(got) == len(expected) > 2
     assert all(map(torch.equal, got, expected))
@@ -131,16 +124,16 @@ def test_a_custom_op_runs_as_under_autocast(case: Callable[..., Tensor], way: st
     assert not plan.deviations
 
 
-@pytest.mark.parametrize("way", WAYS)
+@each_capture
 @pytest.mark.parametrize("level", ["O2", "O3"])
-def test_beyond_o1_a_custom_op_gets_the_dtypes_that_autocast_hands_it(level: str, way: str, ops: Any) -> None:
+def test_beyond_o1_a_custom_op_gets_the_dtypes_that_autocast_hands_it(level: str, capture: str, ops: Any) -> None:
     def f(self: Any, x: Tensor) -> Tensor:
         h = self.l(x)
         low, wide = ops.low_only(h, h * 2), ops.fp32_only(torch.nn.functional.softmax(h.float(), -1))
         return self.m(low) + ops.fp32_only(x) * wide
 
     model, x = Two(f), example()
-    module = _made(model, way, f"{level},dtype=bf16", x)
+    module = captured(model, (x,), capture, f"{level},dtype=bf16")
     module(x).sum().backward()
     decided = [(d.op, d.colour, d.autocast_dtype) for d in fxamp.plan_of(module).decisions if "::" in d.op]
     low, fp32 = ("fxamp_unknown::low_only", "bfloat16"), ("fxamp_unknown::fp32_only", "float32")
@@ -162,38 +155,24 @@ def test_a_module_with_such_an_op_is_copied_and_saved(tmp_path: Path) -> None:
         assert torch.equal(again(x), module(x))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_by_another_choice_the_op_does_not_run_under_autocast(way: str, ops: Any) -> None:
+@each_capture
+def test_by_another_choice_the_op_does_not_run_under_autocast(capture: str, ops: Any) -> None:
     model, x = Two(lambda self, x: calls_a_product(self, ops, x)), example()
-    module = _made(model, way, "O1,dtype=bf16,unknown_ops=keep", x)
+    module = captured(model, (x,), capture, "O1,dtype=bf16,unknown_ops=keep")
     assert not torch.equal(module(x), _under_autocast(model)(x))
     assert [d.code for d in fxamp.plan_of(module).decisions if "::" in d.op] == ["keep"]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_an_op_that_autocast_hands_the_wrong_dtype_fails_as_under_autocast(way: str, ops: Any) -> None:
+@each_capture
+def test_an_op_that_autocast_hands_the_wrong_dtype_fails_as_under_autocast(capture: str, ops: Any) -> None:
     model, x = Two(lambda self, x: ops.fp32_only(self.l(x))), example()
     with pytest.raises(RuntimeError, match=r"only FP32, not torch\.bfloat16"):
         _under_autocast(model)(x)
     with pytest.raises(Exception, match=r"only FP32, not torch\.bfloat16"):
-        _made(model, way, "O1,dtype=bf16", x)(x)
+        captured(model, (x,), capture, "O1,dtype=bf16")(x)
     for way_out in ("unknown_ops=keep", "ops.fxamp_unknown::fp32_only=fp32"):
         torch._dynamo.reset()
-        assert _made(model, way, f"O1,dtype=bf16,{way_out}", x)(x).dtype == torch.float32
-
-
-@pytest.mark.parametrize(
-    ("policy", "case"),
-    [
-        ("O1,dtype=bf16,unknown_ops=keep", reads_low),
-        ("O1,dtype=bf16", lambda self, ops, x: ops.fp32_only(self.l(x))),
-    ],
-    ids=["low_only", "fp32_only"],
-)
-def test_the_error_of_an_op_is_its_own(policy: str, case: Callable[..., Tensor], ops: Any) -> None:
-    model, x = Two(lambda self, x: case(self, ops, x)), example()
-    with pytest.raises(RuntimeError, match="only"):
-        fxamp.convert(model, (x,), policy=policy)(x)
+        assert captured(model, (x,), capture, f"O1,dtype=bf16,{way_out}")(x).dtype == torch.float32
 
 
 def _position(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -222,8 +201,7 @@ def _block_mask() -> dict[str, Any]:
     return {"block_mask": create_block_mask(_causal, None, None, 16, 16, device="cpu")}
 
 
-@pytest.mark.parametrize("beyond", ["O1", "O2", "O3"])
-@pytest.mark.parametrize("kind", ["score_mod", "block_mask", "captured"])
+@pytest.mark.parametrize(("kind", "beyond"), in_turns(["score_mod", "block_mask", "captured"], ["O1", "O2", "O3"]))
 def test_flex_attention_is_as_under_autocast(kind: str, beyond: str) -> None:
     torch.manual_seed(0)
     options = {"score_mod": {"score_mod": _position}, "block_mask": _block_mask(), "captured": {}}[kind]

@@ -1,232 +1,321 @@
-"""What no 16-bit value has touched is not rounded beyond autocast: positions, times, statistics, masks."""
+"""What no 16-bit value has touched is not rounded beyond autocast: positions, times, statistics, masks.
+
+They come as buffers or inputs. O2 is as exact as autocast on them, also on batches that were not there when the model
+was converted. Doors and low dtypes take turns; all of them are tried by `python -m pytest -m matrix`.
+"""
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxamp
-from passes import compile_graph
-from passes.contract.policy import Policy
+from tests.support.doors import DOORS
 from tests.support.front_ends import FRESH
-from tests.support.graphs import attribute
+from tests.support.helpers import Layers
 
 pytestmark = FRESH
-DTYPES = {"in BF16": torch.bfloat16, "in FP16": torch.float16}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+LOWEST = torch.finfo(torch.float32).min
+Batch: TypeAlias = Callable[[int], tuple[Tensor, ...]]
+Forward: TypeAlias = Callable[..., Tensor]
 
 
-class Rotary(nn.Module):
-    """Rotary embedding whose positions are a float buffer."""
-
-    positions: Tensor
-    frequencies: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q = nn.Linear(64, 64)
-        self.register_buffer("positions", torch.arange(1600).float())
-        self.register_buffer("frequencies", 1.0 / 10000 ** (torch.arange(0, 32) / 32))
-
-    def forward(self, x: Tensor) -> Tensor:
-        angles = self.positions[: x.shape[1], None] * self.frequencies[None]
-        cos, sin = angles.cos(), angles.sin()
-        q = self.q(x)
-        a, b = q[..., :32], q[..., 32:]
-        return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+def built(forward: Forward, **buffers: Tensor) -> nn.Module:
+    """Return a model of three layers and some buffers."""
+    layers = {name: nn.Linear(32, 32) for name in "qkv"}
+    return Layers(forward, **layers, **buffers)
 
 
-class Time(nn.Module):
-    """A diffusion model's embedding of a time, which is an input."""
-
-    frequencies: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.l = nn.Linear(64, 64)
-        self.register_buffer("frequencies", 1.0 / 10000 ** (torch.arange(0, 32) / 32))
-
-    def forward(self, t: Tensor) -> Tensor:
-        angles = t[:, None] * self.frequencies[None]
-        return self.l(torch.cat([angles.cos(), angles.sin()], -1))
+def draw(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-class Standardised(nn.Module):
-    """A table whose raw columns are standardised by the model."""
-
-    mean: Tensor
-    std: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.l = nn.Linear(64, 64)
-        self.register_buffer("mean", torch.full((64,), 1e5))
-        self.register_buffer("std", torch.full((64,), 1e3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.l((x - self.mean) / self.std)
+def frequencies(count: int) -> Tensor:
+    return 1.0 / 10000 ** (torch.arange(count) / count)
 
 
-class BatchNormed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.n, self.l = nn.BatchNorm1d(64), nn.Linear(64, 64)
-        self.n.running_mean.fill_(1e5)  # type: ignore[union-attr]
-        self.n.running_var.fill_(1e6)  # type: ignore[union-attr]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.l(self.n(x))
+def attention(m: Any, x: Tensor, bias: Tensor) -> Tensor:
+    scores = m.q(x) @ m.k(x).transpose(-1, -2) / math.sqrt(32) + bias
+    return scores.softmax(-1) @ m.v(x)
 
 
-class LayerNormed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.n, self.l = nn.LayerNorm(64), nn.Linear(64, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.l(self.n(x))
+# Positions.
 
 
-class Masked(nn.Module):
-    """Attention written by hand, with a float mask that is an input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        scores = self.q(x) @ self.k(x).transpose(-1, -2) / 32**0.5 + mask
-        return scores.softmax(-1) @ self.v(x)
+def half(x: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat([-b, a], -1)
 
 
-def raw(seed: int) -> tuple[Tensor, ...]:
-    return (1e5 + 1e3 * torch.randn(256, 64, generator=torch.Generator().manual_seed(seed)),)
+def rotary_halves(m: Any, x: Tensor, position: Tensor) -> Tensor:
+    angles = torch.cat([position[..., None] * m.inv] * 2, -1)
+    q, k = (p * angles.cos() + half(p) * angles.sin() for p in (m.q(x), m.k(x)))
+    return q @ k.transpose(-1, -2) @ m.v(x)
 
 
-def masked(seed: int, lowest: float = torch.finfo(torch.float32).min) -> tuple[Tensor, ...]:
-    mask = torch.zeros(2, 8, 8)
+def rotary_pairs(m: Any, x: Tensor) -> Tensor:
+    angles = m.positions[: x.shape[1], None] * m.inv
+    q = m.q(x)
+    even, odd = q[..., ::2], q[..., 1::2]
+    return torch.stack(
+        [even * angles.cos() - odd * angles.sin(), even * angles.sin() + odd * angles.cos()], -1
+    ).flatten(-2)
+
+
+def rotary_tables(m: Any, x: Tensor) -> Tensor:
+    q = m.q(x)
+    return q * m.cos[: x.shape[1]] + half(q) * m.sin[: x.shape[1]]
+
+
+def alibi(m: Any, x: Tensor) -> Tensor:
+    return attention(m, x, -0.25 * (m.positions[None, :] - m.positions[:, None]).abs())
+
+
+def relative_bias(m: Any, x: Tensor, position: Tensor) -> Tensor:
+    distance = position[:, None, :] - position[:, :, None]
+    return attention(m, x, m.table[distance.clamp(-8, 8).long() + 8])
+
+
+def learned_scale_of_distance(m: Any, x: Tensor, place: Tensor) -> Tensor:
+    distance = (place[:, :, None] - place[:, None, :]).pow(2)
+    return attention(m, x, -distance)
+
+
+# Times.
+
+
+def sinusoidal_time(m: Any, t: Tensor) -> Tensor:
+    angles = 1000 * t[:, None] * m.inv
+    return m.v(F.silu(m.q(torch.cat([angles.sin(), angles.cos()], -1))))
+
+
+def seconds(m: Any, x: Tensor, stamp: Tensor) -> Tensor:
+    day = (stamp - m.start) * (2 * math.pi / 86400)
+    return m.v(m.q(x) + torch.stack([day.sin(), day.cos()] * 16, -1))
+
+
+def gaps(m: Any, x: Tensor, stamp: Tensor) -> Tensor:
+    gap = stamp[:, 1:] - stamp[:, :-1]
+    decay = torch.exp(-F.pad(gap, (1, 0)) / 60)
+    return m.v(m.q(x) * decay[..., None])
+
+
+def euler_steps(m: Any, h: Tensor, times: Tensor) -> Tensor:
+    for i in range(8):
+        h = h + (times[i + 1] - times[i]) * torch.tanh(m.q(h))
+    return m.v(h)
+
+
+def fourier_features(m: Any, x: Tensor) -> Tensor:
+    angles = 2 * math.pi * x @ m.directions
+    return m.v(torch.cat([angles.sin(), angles.cos()], -1))
+
+
+def log_frequency(m: Any, x: Tensor, hertz: Tensor) -> Tensor:
+    mel = 2595 * torch.log10(1 + hertz / 700)
+    return m.v(m.q(x) * torch.sin(mel[..., None] * m.inv))
+
+
+# Statistics.
+
+
+def standardised(m: Any, x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    return m.v(torch.relu(m.q((x - mean) / (std + 1e-5))))
+
+
+def instance_scaled(m: Any, x: Tensor) -> Tensor:
+    mean, scale = x.mean(1, keepdim=True), x.std(1, keepdim=True)
+    return m.v(torch.relu(m.q((x - mean) / (scale + 1e-5)))) * scale + mean
+
+
+def running(m: Any, x: Tensor) -> Tensor:
+    return m.v(torch.relu(m.q((x - m.mean) * torch.rsqrt(m.var + 1e-5))))
+
+
+def counts(m: Any, x: Tensor, count: Tensor) -> Tensor:
+    return m.v(m.q(x) * torch.log1p(count)[..., None] / 10 + count[..., None] / count.sum(-1)[..., None, None])
+
+
+def weighted_mean(m: Any, x: Tensor, mask: Tensor) -> Tensor:
+    return m.v((m.q(x) * mask[..., None]).sum(1) / mask.sum(1, keepdim=True).clamp(min=1e-9))
+
+
+def normed(m: Any, x: Tensor) -> Tensor:
+    return m.v(F.batch_norm(x, m.mean, m.var)) + m.q(F.layer_norm(x, x.shape[-1:]))
+
+
+# Masks.
+
+
+def added(m: Any, x: Tensor, mask: Tensor) -> Tensor:
+    return attention(m, x, mask)
+
+
+def causal(m: Any, x: Tensor) -> Tensor:
+    return attention(m, x, m.mask[: x.shape[1], : x.shape[1]])
+
+
+def padding(m: Any, x: Tensor, present: Tensor) -> Tensor:
+    return attention(m, x, ((1 - present) * -1e9)[:, None, :])
+
+
+def fused(m: Any, x: Tensor, mask: Tensor) -> Tensor:
+    return m.q(F.scaled_dot_product_attention(m.q(x), m.k(x), m.v(x), attn_mask=mask + m.bias))
+
+
+def upper(value: float, size: int = 16) -> Tensor:
+    return torch.full((size, size), value).triu(1)
+
+
+def words(*more: Callable[[int], Tensor]) -> Batch:
+    return lambda seed: (draw(seed, 2, 16, 32), *(make(seed) for make in more))
+
+
+def positions(seed: int) -> Tensor:
+    return torch.arange(16).float().expand(2, 16) + 500 * (seed + 1)
+
+
+def stamps(seed: int) -> Tensor:
+    return 1.7e9 + 86400 * seed + 3600 * torch.arange(16).float().expand(2, 16)
+
+
+def masks(lowest: float) -> Callable[[int], Tensor]:
+    """Return what makes a mask that hides all but some keys, from the second batch on."""
+    return lambda seed: torch.where(torch.arange(16) < 16 - 5 * seed, 0.0, lowest).expand(2, 16, 16)
+
+
+def one_row(seed: int, lowest: float = LOWEST) -> Tensor:
+    """Return a mask that hides all keys of one row."""
+    mask = torch.zeros(2, 16, 16)
     mask[0, 3 + seed] = lowest
-    return torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(seed)), mask
+    return mask
 
 
-def sequence(seed: int) -> tuple[Tensor, ...]:
-    return (torch.randn(1, 1500, 64, generator=torch.Generator().manual_seed(seed)),)
+def present(seed: int) -> Tensor:
+    return (torch.arange(16) < 16 - 5 * seed).float().expand(2, 16)
 
 
-def times(seed: int) -> tuple[Tensor, ...]:
-    return (torch.linspace(0, 999 - 7 * seed, 64),)
+TABLE: dict[str, tuple[Callable[[], nn.Module], Batch]] = {
+    "rotary, halves, position ids": (lambda: built(rotary_halves, inv=frequencies(16)), words(positions)),
+    "rotary, pairs, a buffer": (
+        lambda: built(rotary_pairs, inv=frequencies(16), positions=torch.arange(2048.0) + 1000), words(),
+    ),
+    "rotary, tables in buffers": (
+        lambda: built(rotary_tables, **{
+            name: getattr(torch.cat([torch.arange(64.0)[:, None] * frequencies(16)] * 2, -1), name)()
+            for name in ("cos", "sin")
+        }),
+        words(),
+    ),
+    "ALiBi": (lambda: built(alibi, positions=torch.arange(16.0) + 4000), words()),
+    "relative position bias": (lambda: built(relative_bias, table=draw(9, 17)), words(positions)),
+    "distances of places": (
+        lambda: built(learned_scale_of_distance), words(lambda seed: 100 + draw(seed, 2, 16).sigmoid() + seed),
+    ),
+    "sinusoidal time": (lambda: built(sinusoidal_time, inv=frequencies(16)), lambda seed: (draw(seed, 32).sigmoid(),)),
+    "timestamps in seconds": (lambda: built(seconds, start=torch.tensor(1.7e9)), words(stamps)),
+    "gaps between timestamps": (lambda: built(gaps), words(stamps)),
+    "Fourier features": (
+        lambda: built(fourier_features, directions=10 * draw(9, 3, 16)), lambda seed: (draw(seed, 64, 3),),
+    ),
+    "log-frequency": (
+        lambda: built(log_frequency, inv=frequencies(32)),
+        words(lambda seed: torch.linspace(50, 8000 - 99 * seed, 16).expand(2, 16)),
+    ),
+    "statistics as inputs": (
+        lambda: built(standardised),
+        lambda seed: (1e5 + 1e3 * draw(seed, 16, 32), torch.full((32,), 1e5), torch.full((32,), 1e3)),
+    ),
+    "statistics of the instance": (lambda: built(instance_scaled), lambda seed: (1e4 + 100 * draw(seed, 2, 16, 32),)),
+    "running statistics": (
+        lambda: built(running, mean=torch.full((32,), 3e4), var=torch.full((32,), 1e4)),
+        lambda seed: (3e4 + 100 * draw(seed, 16, 32),),
+    ),
+    "norms of an input": (
+        lambda: built(normed, mean=torch.full((32,), 1e5), var=torch.full((32,), 1e6)),
+        lambda seed: (1e5 + 1e3 * draw(seed, 256, 32),),
+    ),
+    "counts": (lambda: built(counts), words(lambda seed: torch.arange(1.0, 17).expand(2, 16) * (1000 + seed))),
+    "mean over what is present": (lambda: built(weighted_mean), words(present)),
+    "additive mask, finfo.min": (lambda: built(added), words(masks(LOWEST))),
+    "additive mask, -1e9": (lambda: built(added), words(masks(-1e9))),
+    "additive mask, -inf": (lambda: built(added), words(masks(-math.inf))),
+    "additive mask of a whole row": (lambda: built(added), words(one_row)),
+    "causal mask, a buffer with finfo.min": (lambda: built(causal, mask=upper(LOWEST)), words()),
+    "causal mask, a buffer with -inf": (lambda: built(causal, mask=upper(-math.inf)), words()),
+    "padding mask, times -1e9": (lambda: built(padding), words(present)),
+    "fused attention, mask and bias": (lambda: built(fused, bias=draw(9, 16, 16)), words(masks(LOWEST))),
+}  # fmt: skip
 
 
-TABLE: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, ...]]]] = {
-    "rotary, positions in a buffer": (Rotary, sequence),
-    "time, an input": (Time, times),
-    "standardised input": (Standardised, raw),
-    "batch norm of an input": (BatchNormed, raw),
-    "layer norm of an input": (LayerNormed, raw),
-    "mask, an input": (Masked, masked),
-}
-
-
-def by_compile(model: nn.Module, args: tuple[Tensor, ...], policy: str) -> Callable[..., Any]:
-    compiled: Callable[..., Any] = fxamp.compile(model, policy=policy, backend="eager")
-    return compiled
-
-
-def by_convert(model: nn.Module, args: tuple[Tensor, ...], policy: str) -> Callable[..., Any]:
-    return fxamp.convert(model, args, policy=policy)
-
-
-def plain_graph(model: nn.Module, args: tuple[Tensor, ...]) -> torch.fx.GraphModule:
-    """Return an exported graph as a GraphModule that gives a tuple, without the exporter's guards and hooks."""
-    module = torch.export.export(model, args).module()
-    graph: Any = module.graph
-    for guard in [n for n in graph.nodes if n.op == "call_module"]:
-        graph.erase_node(guard)
-    graph.set_codegen(torch.fx.graph.CodeGen())
-    return torch.fx.GraphModule(module, graph)
-
-
-def by_graph_module(model: nn.Module, args: tuple[Tensor, ...], policy: str) -> Callable[..., Any]:
-    converted = fxamp.convert(plain_graph(model, args), args, policy=policy)
-    return lambda *inputs: converted(*inputs)[0]
-
-
-def by_exported_program(model: nn.Module, args: tuple[Tensor, ...], policy: str) -> Callable[..., Any]:
-    program: Any = torch.export.export(model, args)
-    return fxamp.convert(program, policy=policy)
-
-
-def by_compile_graph(model: nn.Module, args: tuple[Tensor, ...], policy: str) -> Callable[..., Any]:
-    module = plain_graph(model, args)
-    chosen = replace(Policy.parse(policy), device="cpu")
-    compile_graph(module.graph, chosen, functools.partial(attribute, module))
-    module.recompile()
-    return lambda *inputs: module(*inputs)[0]
-
-
-WAYS = {
-    "ahead of time": by_convert,
-    "at the first call": by_compile,
-    "a GraphModule": by_graph_module,
-    "an ExportedProgram": by_exported_program,
-    "the pass alone": by_compile_graph,
-}
+def turns() -> list[Any]:
+    """Return every model by every door in both dtypes, of which all but one are in the matrix."""
+    every = [(door, low) for low in DTYPES for door in DOORS]
+    return [
+        pytest.param(name, *way, marks=() if way == every[at % len(every)] else pytest.mark.matrix)
+        for at, name in enumerate(TABLE)
+        for way in every
+    ]
 
 
 def error(got: Tensor, exact: Tensor) -> float:
     return float((got.float() - exact).norm() / exact.norm())
 
 
-SLOW = ("a GraphModule", "an ExportedProgram", "the pass alone")  # the same code as the others, by other doors
-
-
-@pytest.mark.parametrize("name", TABLE)
-@pytest.mark.parametrize("way", [pytest.param(w, marks=[pytest.mark.matrix] * (w in SLOW)) for w in WAYS])
-@pytest.mark.parametrize("number", DTYPES)
-def test_o2_is_as_exact_as_autocast_on_raw_inputs_and_buffers(name: str, way: str, number: str) -> None:
-    as_exact_as_autocast(*TABLE[name], way, number)
-
-
-def as_exact_as_autocast(
-    make: Callable[[], nn.Module], batch: Callable[[int], tuple[Tensor, ...]], way: str, low: str
-) -> None:
+@pytest.mark.parametrize(("model_name", "door", "number"), turns())
+def test_o2_is_as_exact_as_autocast_on_raw_inputs_and_buffers(model_name: str, door: str, number: str) -> None:
+    make, batch = TABLE[model_name]
     torch.manual_seed(0)
     model = make().eval()
     with torch.no_grad():
-        run = WAYS[way](model, batch(0), f"O2,dtype={low[3:].lower()}")
+        run = DOORS[door](model, batch(0), f"O2,dtype={number}")
         for seed in range(3):  # the second and third batch are unseen
             exact = model(*batch(seed))
-            with torch.autocast("cpu", DTYPES[low]):
+            with torch.autocast("cpu", DTYPES[number]):
                 allowed = error(model(*batch(seed)), exact)
             assert math.isfinite(found := error(run(*batch(seed)), exact)), found
             assert found <= 1.5 * allowed or not math.isfinite(allowed), (found, allowed)
 
 
+def test_a_solver_whose_state_o2_sums_in_16_bits_is_as_exact_as_autocast_with_its_sums_in_fp32() -> None:
+    """From O2 on a residual stream is low, and small updates of it are rounded: 1.7 times autocast's error here."""
+    torch.manual_seed(0)
+    model, (h, times) = built(euler_steps), (draw(0, 16, 32), torch.linspace(0, 1, 9))
+    with torch.no_grad():
+        exact = model(h, times)
+        with torch.autocast("cpu", torch.bfloat16):
+            allowed = 1.5 * error(model(h, times), exact)
+        plain, summed = (
+            error(fxamp.compile(model, policy=f"O2,dtype=bf16{sums}", backend="eager")(h, times), exact)
+            for sums in ("", ",ops.add=fp32")
+        )
+    assert summed <= allowed < plain
+
+
 def test_a_mask_that_turns_extreme_after_conversion_keeps_the_values_finite() -> None:
     torch.manual_seed(0)
-    model = Masked()
+    model, x = built(added), draw(1, 2, 16, 32)
     with torch.no_grad():
         for low in ("bf16", "fp16"):
-            run = fxamp.convert(model, masked(0, 0.0), policy=f"O2,dtype={low}")
-            assert {d.colour for d in fxamp.plan_of(run).decisions if d.op == "softmax"} <= {
-                "bfloat16",
-                "float16",
-            }  # it is rounded
-            for lowest in (-1e4, -1e9, torch.finfo(torch.float32).min, -math.inf):
-                exact = model(*masked(1, lowest))
-                assert error(run(*masked(1, lowest))[1], exact[1]) < 0.01
-                if math.isfinite(lowest):
-                    assert run(*masked(1, lowest)).isfinite().all()
+            run = fxamp.convert(model, (x, torch.zeros(2, 16, 16)), policy=f"O2,dtype={low}")
+            rounded = {d.colour for d in fxamp.plan_of(run).decisions if d.op == "softmax"}
+            assert rounded <= {"bfloat16", "float16"}
+            for lowest in (-1e4, -1e9, LOWEST, -math.inf):
+                got, exact = (call(x, one_row(1, lowest)) for call in (run, model))
+                assert error(got[1], exact[1]) < 0.01
+                assert got.isfinite().all() or not math.isfinite(lowest)
 
 
 def test_what_o2_casts_down_and_autocast_does_not_is_brought_into_range_once() -> None:
-    rounded, exact = (fxamp.graphs(fxamp.convert(Masked(), masked(0), policy=p))[0] for p in ("O2,dtype=bf16", "O1"))
+    model, args = built(added), (draw(0, 2, 16, 32), one_row(0))
+    rounded, exact = (fxamp.graphs(fxamp.convert(model, args, policy=p))[0] for p in ("O2,dtype=bf16", "O1"))
     clamps = [n for n in rounded.graph.nodes if n.target is torch.ops.aten.clamp.default]
     assert [n.args[0].op for n in clamps] == ["placeholder"]  # the mask
     assert not [n for n in exact.graph.nodes if n.target is torch.ops.aten.clamp.default]

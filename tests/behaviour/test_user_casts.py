@@ -29,7 +29,7 @@ from tests.support.front_ends import (
     one,
     plain,
 )
-from tests.support.helpers import Two, assert_same, example, run
+from tests.support.helpers import Layers, Two, assert_same, example, run
 
 pytestmark = FRESH
 
@@ -232,18 +232,13 @@ def test_a_round_trip_that_the_author_wrote_rounds(front_end: str) -> None:
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_a_cast_that_does_nothing_in_a_no_grad_region_keeps_its_gradient(level: str) -> None:
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gain = nn.Parameter(torch.ones(6))
+    def outer(self: Any, x: Tensor) -> Tensor:
+        made = torch.outer(self.gain, x)
+        with torch.no_grad():  # of an FP32 value the cast returns the value itself, and its gradient with it
+            return made.float()
 
-        def forward(self, x: Tensor) -> Tensor:
-            made = torch.outer(self.gain, x)
-            with torch.no_grad():  # of an FP32 value the cast returns the value itself, and its gradient with it
-                return made.float()
-
-    model, x = Outer(), torch.randn(6)
+    model, x = Layers(outer, gain=nn.Parameter(torch.ones(6))), torch.randn(6)
     fxamp.convert(model, (x,), policy=f"{level},dtype=bf16")(x).sum().backward()
-    gradient = model.gain.grad
+    gradient = model.get_parameter("gain").grad
     assert gradient is not None
     assert torch.allclose(gradient, x.sum().expand(6), rtol=0.02)

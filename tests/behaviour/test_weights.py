@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import fxamp
 from tests.support.front_ends import BF16, F32, FRESH, casts, convert, each_front_end, one
 from tests.support.helpers import Two, example
 
@@ -56,10 +54,6 @@ def test_a_parametrized_weight_is_computed_in_fp32_at_every_call(kind: str, root
     torch.manual_seed(0)
     layer = getattr(nn.utils.parametrizations, kind)(nn.Linear(6, 6))
     model = layer if root else Two(lambda self, x: self.m(self.k(x)), k=layer)
-    if front_end == "fx" and root:
-        with pytest.raises(fxamp.CaptureError, match=r"opaque module(.|\n)*fxamp\.convert\(model, args\)"):
-            convert(model, one(), front_end)
-        return
     eager = copy.deepcopy(model)
     twin: Any = eager if root else eager.k
     module = convert(model, one(), front_end)
@@ -78,19 +72,6 @@ def test_a_parametrized_weight_is_computed_in_fp32_at_every_call(kind: str, root
     torch.testing.assert_close(after, eager(example()), rtol=0.03, atol=0.03)
     after.sum().backward()
     assert all(p.grad is not None and p.grad.dtype == F32 for p in layer.parameters())
-
-
-def test_the_old_hook_that_recomputes_a_weight_runs_at_the_first_call() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        layer = nn.utils.weight_norm(nn.Linear(6, 6))
-    module = convert(layer, None, "view")
-    before = module(example())
-    with torch.no_grad():
-        layer.weight_g.mul_(2)  # type: ignore[operator]
-    after = module(example())
-    assert not torch.equal(before, after)
-    torch.testing.assert_close(after, layer(example()), rtol=0.02, atol=0.02)
 
 
 @each_front_end

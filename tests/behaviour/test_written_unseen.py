@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxamp
 from tests.support.front_ends import FRESH
+from tests.support.helpers import Layers, in_turns
 
 pytestmark = FRESH
 Forward: TypeAlias = Callable[..., Any]
@@ -38,21 +39,6 @@ for function in (double, add_to_first, write_row):
 @library.custom_op("written_unseen::scale_", mutates_args=("x",))
 def scale_(x: Tensor, by: float) -> None:
     x.mul_(by)
-
-
-class Model(nn.Module):
-    """Three layers and a buffer round a function."""
-
-    counter: Tensor
-
-    def __init__(self, forward: Forward) -> None:
-        super().__init__()
-        self.a, self.b, self.c = (nn.Linear(16, 16) for _ in range(3))
-        self.register_buffer("counter", torch.zeros(16))
-        self.function = forward
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(self, x)
 
 
 # Functions that nothing is known of.
@@ -226,11 +212,11 @@ def error(got: Tensor, exact: Tensor) -> float:
     return float(((got.float() - exact).norm() / exact.norm()).detach())
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(("program", "level"), in_turns(PROGRAMS, ["O1", "O2", "O3", "O0"]))
 def test_what_is_written_is_read(program: Forward, level: str) -> None:
     torch.manual_seed(0)
-    model, x = Model(program), torch.randn(4, 16)
+    layers = {name: nn.Linear(16, 16) for name in "abc"}
+    model, x = Layers(program, **layers, counter=torch.zeros(16)), torch.randn(4, 16)
     exact = copy.deepcopy(model)(x)
     with torch.autocast("cpu", torch.bfloat16):
         under_autocast = copy.deepcopy(model)(x)

@@ -27,6 +27,7 @@ from passes.graph.notes import is_inserted
 from passes.graph.values import LOW_DTYPES, no_autocast
 from passes.ops import ops
 from tests.support.graphs import attribute, random_graph, random_inputs, residual_chain, run, storages
+from tests.support.helpers import in_turns
 
 SEEDS = range(60)
 some_seeds = pytest.mark.parametrize(
@@ -85,8 +86,7 @@ def test_o1_is_autocast_bit_for_bit(seed: int) -> None:
     assert same(list(original.buffers()), list(new.buffers()))
 
 
-@pytest.mark.parametrize("level", ["O2", "O3"])
-@pytest.mark.parametrize("seed", SEEDS[::10])
+@pytest.mark.parametrize(("seed", "level"), in_turns(SEEDS[::10], ["O2", "O3"]))
 def test_o2_and_o3_run_keep_dtypes_and_write_what_eager_writes(seed: int, level: str) -> None:
     original = drawn(seed)
     new, _ = compiled(original, level)
@@ -149,8 +149,7 @@ def test_eliminating_casts_changes_no_output_gradient_write_or_alias(seeds: rang
     assert min(fired["no_op"], fired["round_trip"], 100 * fired["promote"]) > 50 * len(seeds) / 30, fired
 
 
-@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("seed", SEEDS[1::10])
+@pytest.mark.parametrize(("seed", "low"), in_turns(SEEDS[1::10], [torch.bfloat16, torch.float16]))
 def test_o2_is_finite_where_fp32_is_and_within_four_times_autocasts_distance(seed: int, low: torch.dtype) -> None:
     original = drawn(seed)
     new = copy.deepcopy(original)

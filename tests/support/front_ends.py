@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import fxamp
+from fxamp.trust.distance import UnderAutocast
 from passes._torch import pytree
 from passes.graph.notes import is_inserted
 from tests.support.helpers import Two, assert_same, example, run
@@ -23,6 +24,7 @@ from tests.support.helpers import Two, assert_same, example, run
 FRONT_ENDS = ("view", "graph")
 BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32
 each_front_end = pytest.mark.parametrize("front_end", FRONT_ENDS)
+each_capture = pytest.mark.parametrize("capture", ["ahead", "first call"])
 # Dynamo itself uses what torch deprecates, and reads `.grad` of what a graph made; FP16 is for numerics here.
 WARNINGS = [
     pytest.mark.filterwarnings("ignore:The .grad attribute"),
@@ -188,6 +190,17 @@ def compiled(model: nn.Module, policy: Any = "O1", inner: Any = "eager", **optio
 def equal(a: Any, b: Any) -> bool:
     """Say whether two outputs hold the same numbers, in whatever dtypes."""
     return all(torch.equal(x.float(), y.float()) for x, y in zip(tensors(a), tensors(b), strict=True))
+
+
+def assert_trains_as_autocast(module: nn.Module, model: nn.Module, *args: Any, low: torch.dtype = BF16) -> None:
+    """Check the outputs and all gradients of one call against torch.autocast, to the bit."""
+    ours, autocasts = (run(call, model, args, {})[:2] for call in (module, UnderAutocast(model, low)))
+    assert equal(ours, autocasts)
+
+
+def captured(model: nn.Module, args: tuple[Any, ...], capture: str, policy: str = "O1,dtype=bf16") -> Any:
+    """Return a view of a model, which is captured ahead of its first call or at it; see `each_capture`."""
+    return fxamp.convert(model, args if capture == "ahead" else None, policy=policy)
 
 
 def o1(model: nn.Module, args: tuple[Any, ...], front_end: str, policy: str = "O1") -> tuple[Any, Any]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -19,18 +21,29 @@ from passes.ops.rules import RULES, is_of_this_torch
 OTHER_RELEASES = {row.name for row in RULES.values() if not is_of_this_torch(row)}
 
 
-class Two(nn.Module):
-    """Two linear layers, joined by the function it is given."""
+class Layers(nn.Module):
+    """A model of a forward and what that reads: layers, parameters, other tensors, which are buffers, and the rest."""
 
-    def __init__(self, forward: Callable[..., Any] | None = None, **layers: nn.Module) -> None:
+    def __init__(self, forward: Callable[..., Any] | None, **parts: Any) -> None:
         super().__init__()
-        self.l = nn.Linear(6, 6)
-        self.m = nn.Linear(6, 6)
-        for name, layer in layers.items():
-            self.add_module(name, layer)
+        for name, part in parts.items():
+            if isinstance(part, Tensor) and not isinstance(part, nn.Parameter):
+                self.register_buffer(name, part)
+            else:
+                setattr(self, name, part)
         if forward is not None:
             # A class of its own, for front ends look at the class; not the instance, whose attributes stay as they are.
-            self.__class__ = type(forward.__name__, (Two,), {"forward": forward})
+            self.__class__ = type(forward.__name__, (type(self),), {"forward": forward})
+
+
+class Two(Layers):
+    """Two linear layers, joined by the function it is given."""
+
+    l: nn.Linear  # noqa: E741
+    m: nn.Linear
+
+    def __init__(self, forward: Callable[..., Any] | None = None, **parts: Any) -> None:
+        super().__init__(forward, l=nn.Linear(6, 6), m=nn.Linear(6, 6), **parts)
 
     def forward(self, x: Tensor) -> Any:
         return self.m(self.l(x))
@@ -127,6 +140,20 @@ def _same_object(a: Any, b: Any) -> bool:
     if isinstance(a, (list, set)):
         return bool(a == b)
     return a is b or bool(a == b)
+
+
+def in_turns(*arguments: Iterable[Any]) -> list[Any]:
+    """Return every combination for `parametrize`, of which by default each one of the others has one of the last.
+
+    Which one that is goes round, so that each of the last is tried; the other combinations are in the matrix.
+    """
+    listed = [list(enumerate(values)) for values in arguments]
+    made = []
+    for combination in itertools.product(*listed):
+        *others, last = (at for at, _ in combination)
+        marks = () if sum(others) % len(listed[-1]) == last else pytest.mark.matrix
+        made.append(pytest.param(*(value for _, value in combination), marks=marks))
+    return made
 
 
 def named(value: Any) -> str:

@@ -91,5 +91,5 @@ def printed(function: Callable[..., int], *args: Any) -> tuple[int, str, str]:
 
 
 def _all_of(pipe: int) -> str:
-    with open(pipe, encoding="utf-8") as file:
+    with open(pipe, encoding="utf-8", errors="surrogateescape") as file:
         return file.read()

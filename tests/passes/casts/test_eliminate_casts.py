@@ -17,7 +17,7 @@ from passes.casts.eliminate_casts import eliminate_casts
 from passes.graph.notes import is_inserted, note_buffers
 from tests.support.exported import graph_of, plan_of
 from tests.support.graphs import as_it_stands, assert_rewrites, assert_unchanged, parse, random_inputs, render
-from tests.support.helpers import Two, example
+from tests.support.helpers import Two, example, in_turns
 
 
 def eliminate(gm: GraphModule, share: str = "always") -> dict[str, int]:
@@ -28,12 +28,9 @@ def fired(**rules: int) -> dict[str, int]:
     return dict.fromkeys(["no_op", "round_trip", "share", "promote", "dtype_argument", "share_storage"], 0) | rules
 
 
-# no_op
-
-
-def test_a_cast_to_the_dtype_that_a_value_has_goes() -> None:
-    assert_rewrites(
-        eliminate,
+# Graphs on which a rule fires: what it is given, what it makes of that, and the rule.
+GOES: dict[str, tuple[str, str, str]] = {
+    "a cast to the dtype that a value has goes": (
         """
         x: bf16[2, 3]
         cast: bf16[2, 3] = cast(x, bf16)
@@ -45,40 +42,9 @@ def test_a_cast_to_the_dtype_that_a_value_has_goes() -> None:
         relu: bf16[2, 3] = relu(x)
         return relu
         """,
-        edits=fired(no_op=1),
-    )
-
-
-def test_a_cast_to_another_dtype_stays() -> None:
-    assert_unchanged(
-        eliminate,
-        """
-        x: bf16[2, 3]
-        cast: f16[2, 3] = cast(x, f16)
-        relu: f16[2, 3] = relu(cast)
-        return relu
-        """,
-    )
-
-
-def test_a_users_cast_to_the_dtype_that_a_value_has_stays() -> None:
-    assert_unchanged(
-        eliminate,
-        """
-        x: bf16[2, 3]
-        same: bf16[2, 3] = to.dtype(x, bf16)
-        relu: bf16[2, 3] = relu(same)
-        return relu
-        """,
-    )
-
-
-# round_trip
-
-
-def test_widening_and_back_goes() -> None:
-    assert_rewrites(
-        eliminate,
+        "no_op",
+    ),
+    "widening and back goes": (
         """
         x: bf16[2, 3]
         wide: f32[2, 3] = cast(x, f32)
@@ -91,13 +57,9 @@ def test_widening_and_back_goes() -> None:
         relu: bf16[2, 3] = relu(x)
         return relu
         """,
-        edits=fired(round_trip=1),
-    )
-
-
-def test_the_wide_value_stays_for_its_other_readers() -> None:
-    assert_rewrites(
-        eliminate,
+        "round_trip",
+    ),
+    "the wide value stays for its other readers": (
         """
         x: f16[2, 3]
         wide: f32[2, 3] = cast(x, f32)
@@ -113,8 +75,113 @@ def test_the_wide_value_stays_for_its_other_readers() -> None:
         relu: f16[2, 3] = relu(x)
         return exp, relu
         """,
-        edits=fired(round_trip=1),
-    )
+        "round_trip",
+    ),
+    "casts round a region without gradients are shared": (
+        """
+        x: f32[2, 3]
+        once: bf16[2, 3] = cast(x, bf16)
+        relu: bf16[2, 3] = relu(once)
+        mode = grad_enabled()
+        off = set_grad(False)
+        inside: bf16[2, 3] = cast(x, bf16)
+        abs_1: bf16[2, 3] = abs(inside)
+        on = set_grad(mode)
+        twice: bf16[2, 3] = cast(x, bf16)
+        neg: bf16[2, 3] = neg(twice)
+        return relu, abs_1, neg
+        """,
+        """
+        x: f32[2, 3]
+        once: bf16[2, 3] = cast(x, bf16)
+        relu: bf16[2, 3] = relu(once)
+        mode = grad_enabled()
+        off = set_grad(False)
+        inside: bf16[2, 3] = cast(x, bf16)
+        abs_1: bf16[2, 3] = abs(inside)
+        on = set_grad(mode)
+        neg: bf16[2, 3] = neg(once)
+        return relu, abs_1, neg
+        """,
+        "share",
+    ),
+    "of two upcasts of a reader the one that others need stays": (
+        """
+        x: bf16[2, 3]
+        y: bf16[2, 3]
+        wide: f32[2, 3] = cast(x, f32)
+        sin: f32[2, 3] = sin(wide)
+        other: f32[2, 3] = cast(y, f32)
+        sum_1: f32[2, 3] = add.Tensor(wide, other)
+        return sum_1, sin
+        """,
+        """
+        x: bf16[2, 3]
+        y: bf16[2, 3]
+        wide: f32[2, 3] = cast(x, f32)
+        sin: f32[2, 3] = sin(wide)
+        sum_1: f32[2, 3] = add.Tensor(wide, y)
+        return sum_1, sin
+        """,
+        "promote",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", GOES)
+def test_a_rule_fires_where(what: str) -> None:
+    before, after, rule = GOES[what]
+    assert_rewrites(eliminate, before, after, edits=fired(**{rule: 1}))
+
+
+# Graphs on which none must.
+STAYS = {
+    "a cast to another dtype stays": """
+    x: bf16[2, 3]
+    cast: f16[2, 3] = cast(x, f16)
+    relu: f16[2, 3] = relu(cast)
+    return relu
+    """,
+    "a users cast to the dtype that a value has stays": """
+    x: bf16[2, 3]
+    same: bf16[2, 3] = to.dtype(x, bf16)
+    relu: bf16[2, 3] = relu(same)
+    return relu
+    """,
+    "a round trip of a value written later stays for it is a copy": """
+    x: bf16[2, 3]
+    wide: f32[2, 3] = cast(x, f32)
+    back: bf16[2, 3] = cast(wide, bf16)
+    add_: bf16[2, 3] = add_.Tensor(x, 1)
+    relu: bf16[2, 3] = relu(back)
+    return relu
+    """,
+    "a round trip that is returned stays for an output is no input": """
+    x: bf16[2, 3]
+    wide: f32[2, 3] = cast(x, f32)
+    back: bf16[2, 3] = cast(wide, bf16)
+    return back
+    """,
+    "casts in two grad modes are not shared": """
+    x: f32[2, 3]
+    mode = grad_enabled()
+    off = set_grad(False)
+    once: bf16[2, 3] = cast(x, bf16)
+    relu: bf16[2, 3] = relu(once)
+    on = set_grad(mode)
+    twice: bf16[2, 3] = cast(x, bf16)
+    neg: bf16[2, 3] = neg(twice)
+    return relu, neg
+    """,
+}
+
+
+@pytest.mark.parametrize("what", STAYS)
+def test_no_rule_fires_where(what: str) -> None:
+    assert_unchanged(eliminate, STAYS[what])
+
+
+# round_trip
 
 
 @pytest.mark.parametrize(
@@ -165,32 +232,6 @@ def test_casts_through_another_low_dtype_stay(dtypes: tuple[str, str, str]) -> N
         back: {last}[2, 3] = cast(other, {last})
         relu: {last}[2, 3] = relu(back)
         return relu
-        """,
-    )
-
-
-def test_a_round_trip_of_a_value_written_later_stays_for_it_is_a_copy() -> None:
-    assert_unchanged(
-        eliminate,
-        """
-        x: bf16[2, 3]
-        wide: f32[2, 3] = cast(x, f32)
-        back: bf16[2, 3] = cast(wide, bf16)
-        add_: bf16[2, 3] = add_.Tensor(x, 1)
-        relu: bf16[2, 3] = relu(back)
-        return relu
-        """,
-    )
-
-
-def test_a_round_trip_that_is_returned_stays_for_an_output_is_no_input() -> None:
-    assert_unchanged(
-        eliminate,
-        """
-        x: bf16[2, 3]
-        wide: f32[2, 3] = cast(x, f32)
-        back: bf16[2, 3] = cast(wide, bf16)
-        return back
         """,
     )
 
@@ -301,55 +342,6 @@ def test_casts_before_and_after_a_write_to_something_else_are_shared() -> None:
     text = TWO_READERS.replace("    twice", "    write: f32[2, 3] = mul_.Tensor(y, 2)\n    twice")
     gm = parse(text.replace("[2, 3]\n    once", "[2, 3]\n    y: f32[2, 3]\n    once"))
     assert eliminate(gm) == fired(share=1)
-
-
-def test_casts_in_two_grad_modes_are_not_shared() -> None:
-    assert_unchanged(
-        eliminate,
-        """
-        x: f32[2, 3]
-        mode = grad_enabled()
-        off = set_grad(False)
-        once: bf16[2, 3] = cast(x, bf16)
-        relu: bf16[2, 3] = relu(once)
-        on = set_grad(mode)
-        twice: bf16[2, 3] = cast(x, bf16)
-        neg: bf16[2, 3] = neg(twice)
-        return relu, neg
-        """,
-    )
-
-
-def test_casts_round_a_region_without_gradients_are_shared() -> None:
-    assert_rewrites(
-        eliminate,
-        """
-        x: f32[2, 3]
-        once: bf16[2, 3] = cast(x, bf16)
-        relu: bf16[2, 3] = relu(once)
-        mode = grad_enabled()
-        off = set_grad(False)
-        inside: bf16[2, 3] = cast(x, bf16)
-        abs_1: bf16[2, 3] = abs(inside)
-        on = set_grad(mode)
-        twice: bf16[2, 3] = cast(x, bf16)
-        neg: bf16[2, 3] = neg(twice)
-        return relu, abs_1, neg
-        """,
-        """
-        x: f32[2, 3]
-        once: bf16[2, 3] = cast(x, bf16)
-        relu: bf16[2, 3] = relu(once)
-        mode = grad_enabled()
-        off = set_grad(False)
-        inside: bf16[2, 3] = cast(x, bf16)
-        abs_1: bf16[2, 3] = abs(inside)
-        on = set_grad(mode)
-        neg: bf16[2, 3] = neg(once)
-        return relu, abs_1, neg
-        """,
-        edits=fired(share=1),
-    )
 
 
 # promote
@@ -521,15 +513,15 @@ def test_what_mutates_is_never_erased_though_nobody_reads_it() -> None:
     assert "add_" in [n.name for n in gm.graph.nodes]
 
 
-@pytest.mark.parametrize("policy", ["O1,device=cuda,dtype=fp16", "O2,device=cuda,dtype=fp16"])
-@pytest.mark.parametrize(
-    "reduce",
-    [
-        lambda y: y.sum(0), lambda y: y.norm(), lambda y: torch.linalg.vector_norm(y, dim=-1), torch.trapz,
-        lambda y: y.sum_to_size(1, 6), torch.nn.functional.normalize,
-    ],
-    ids=["sum", "norm", "vector_norm", "trapz", "sum_to_size", "normalize"],
+REDUCTIONS: tuple[Callable[[Tensor], Tensor], ...] = (
+    lambda y: y.sum(0), lambda y: y.norm(), lambda y: torch.linalg.vector_norm(y, dim=-1), torch.trapz,
+    lambda y: y.sum_to_size(1, 6), torch.nn.functional.normalize,
 )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("reduce", "policy"), in_turns(REDUCTIONS, ["O1,device=cuda,dtype=fp16", "O2,device=cuda,dtype=fp16"])
+)
 def test_a_reduction_of_values_that_were_captured_low_takes_the_dtype(
     reduce: Callable[[Tensor], Tensor], policy: str
 ) -> None:
@@ -553,15 +545,8 @@ def test_casts_of_a_buffer_are_not_shared_where_only_those_of_weights_are() -> N
 
 
 def test_a_layer_called_on_a_transposed_and_on_a_plain_input_casts_its_weights_once() -> None:
-    class Twice(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.l = torch.nn.Linear(6, 6)
-
-        def forward(self, x: Tensor) -> Any:
-            return self.l(self.l(x).transpose(0, 1)).relu(), self.l(x)
-
-    model, x = Twice(), torch.randn(3, 4, 6)
+    model = Two(lambda self, x: (self.l(self.l(x).transpose(0, 1)).relu(), self.l(x)))
+    x = torch.randn(3, 4, 6)
     module = graph_of(model, x)
     casts = [n for n in module.graph.nodes if is_inserted(n)]
     assert sorted(c.args[0].op for c in casts) == ["call_function"] * 2 + ["get_attr"] * 2 + ["placeholder"]
@@ -570,27 +555,3 @@ def test_a_layer_called_on_a_transposed_and_on_a_plain_input_casts_its_weights_o
     with torch.no_grad():
         for ours, theirs in zip(module(x), expected, strict=True):
             assert torch.equal(ours, theirs.float())
-
-
-def test_of_two_upcasts_of_a_reader_the_one_that_others_need_stays() -> None:
-    assert_rewrites(
-        eliminate,
-        """
-        x: bf16[2, 3]
-        y: bf16[2, 3]
-        wide: f32[2, 3] = cast(x, f32)
-        sin: f32[2, 3] = sin(wide)
-        other: f32[2, 3] = cast(y, f32)
-        sum_1: f32[2, 3] = add.Tensor(wide, other)
-        return sum_1, sin
-        """,
-        """
-        x: bf16[2, 3]
-        y: bf16[2, 3]
-        wide: f32[2, 3] = cast(x, f32)
-        sin: f32[2, 3] = sin(wide)
-        sum_1: f32[2, 3] = add.Tensor(wide, y)
-        return sum_1, sin
-        """,
-        edits=fired(promote=1),
-    )

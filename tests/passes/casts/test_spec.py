@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from passes.casts.verify import LAWS, broken, verify
@@ -20,6 +20,7 @@ from passes.graph.notes import CAST_OPERAND, is_inserted, note
 from passes.runtime.casts import CAST
 from tests.support.exported import traced_of
 from tests.support.graphs import Builder, as_it_stands, parse
+from tests.support.helpers import Two, example
 
 BF16 = torch.bfloat16
 
@@ -278,30 +279,23 @@ def test_what_an_unknown_function_is_given_counts_as_written() -> None:
     assert found[2].name == "written copy"
 
 
-class Touched(nn.Module):
-    """A layer whose result is written by a function that the compiler cannot look into."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.l, self.m = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.l(x)
-        touch(y)
-        return self.m(y)
+def touched(self: Two, x: Tensor) -> Tensor:
+    """Write by a function that the compiler cannot look into."""
+    y = self.l(x)
+    touch(y)
+    return self.m(y)
 
 
 torch.fx.wrap("touch")
 
 
 def test_a_compiler_that_forgets_that_unknown_functions_may_write_is_found_out() -> None:
-    x = torch.randn(2, 4)
-    traced_of(Touched(), x, "O1,dtype=bf16")
+    traced_of(Two(touched), example(), "O1,dtype=bf16")
     with (
         mock.patch("passes.assign.colour.simulate.may_write", mutated_operands),
         pytest.raises(VerificationError, match="law: written copy"),
     ):
-        traced_of(Touched(), x, "O1,dtype=bf16")
+        traced_of(Two(touched), example(), "O1,dtype=bf16")
 
 
 def _chain(outputs: int) -> GraphModule:

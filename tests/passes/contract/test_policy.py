@@ -47,36 +47,15 @@ POLICIES = [
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_string_form_round_trips(policy: Policy) -> None:
-    assert Policy.parse(str(policy)) == policy
+def test_policy_survives_its_string_form_copy_and_pickle(policy: Policy) -> None:
+    assert Policy.parse(str(policy)) == copy.deepcopy(policy) == pickle.loads(pickle.dumps(policy)) == policy
     assert hash(Policy.parse(str(policy))) == hash(policy)
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_policy_survives_copy_and_pickle(policy: Policy) -> None:
-    assert copy.deepcopy(policy) == policy
-    assert pickle.loads(pickle.dumps(policy)) == policy
-
-
-def test_string_form_is_the_documented_one() -> None:
+def test_string_form_is_the_documented_one_without_settings_at_their_default() -> None:
     policy = Policy("O2", dtype="bf16", modules={"fc3": "fp32", nn.LayerNorm: "fp32"}, ops={"softmax": "low"})
     assert str(policy) == "O2,dtype=bf16,modules.fc3=fp32,modules.torch.nn.LayerNorm=fp32,ops.softmax=low"
-
-
-def test_settings_at_their_default_are_not_printed() -> None:
     assert str(Policy("O1", output_dtype="original")) == "O1"
-
-
-def test_parse_ignores_spaces_around_parts() -> None:
-    assert Policy.parse(" O2 , dtype = fp16 ") == Policy("O2", dtype=torch.float16)
-
-
-def test_order_of_overrides_means_nothing() -> None:
-    assert Policy(modules={"a": "low", "b": "fp32"}) == Policy(modules=(("b", "fp32"), ("a", "low")))
-
-
-def test_mappings_are_kept_as_tuples_of_pairs() -> None:
-    assert Policy(modules={"fc3": "fp32"}).modules == (("fc3", "fp32"),)
 
 
 def test_replace_validates_again() -> None:
@@ -90,24 +69,29 @@ def test_policy_cannot_be_changed() -> None:
         Policy().level = Level.O2  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("spelling", [torch.float16, "fp16", "float16", "half", "torch.float16"])
-def test_dtype_spellings_mean_the_same(spelling: torch.dtype | str) -> None:
-    assert Policy(dtype=spelling).dtype is torch.float16
+LAYER_NORM = Policy(modules={nn.LayerNorm: "fp32"})
 
 
-@pytest.mark.parametrize("spelling", ["cuda", "cuda:1", torch.device("cuda", 0)])
-def test_device_index_is_dropped(spelling: torch.device | str) -> None:
-    assert Policy(device=spelling).device == "cuda"
+@pytest.mark.parametrize(
+    ("spelled", "meant"),
+    [
+        (Policy.parse(" O2 , dtype = fp16 "), Policy("O2", dtype=torch.float16)),
+        *((Policy(dtype=dtype), Policy(dtype=torch.float16)) for dtype in ("fp16", "float16", "half", "torch.float16")),
+        *((Policy(device=device), Policy(device="cuda")) for device in ("cuda:1", torch.device("cuda", 0))),
+        *((Policy(ops={"softmax": c}), Policy(ops=(("softmax", "fp32"),))) for c in ("float32", torch.float32)),
+        (Policy(modules={"a": "low", "b": "fp32"}), Policy(modules=(("b", "fp32"), ("a", "low")))),
+        (Policy(modules={"torch.nn.LayerNorm": "fp32"}), LAYER_NORM),
+        (Policy(modules={"torch.nn.modules.normalization.LayerNorm": "fp32"}), LAYER_NORM),
+    ],
+)
+def test_spellings_mean_the_same(spelled: Policy, meant: Policy) -> None:
+    assert spelled == meant
 
 
-@pytest.mark.parametrize("spelling", ["fp32", "float32", torch.float32])
-def test_colour_spellings_of_fp32_mean_the_same(spelling: object) -> None:
-    assert Policy(ops={"softmax": spelling}).ops == (("softmax", "fp32"),)
-
-
-def test_documented_and_defining_name_of_a_type_are_one_key() -> None:
-    spelled = [nn.LayerNorm, "torch.nn.LayerNorm", "torch.nn.modules.normalization.LayerNorm"]
-    assert {Policy(modules=[(key, "fp32")]) for key in spelled} == {Policy(modules={nn.LayerNorm: "fp32"})}
+def test_settings_are_kept_in_one_form() -> None:
+    policy = Policy(modules={"fc3": "fp32"}, ops={"softmax": "float32"}, dtype="half", device="cuda:1")
+    assert (policy.modules, policy.ops) == ((("fc3", "fp32"),), (("softmax", "fp32"),))
+    assert (policy.dtype, policy.device) == (torch.float16, "cuda")
 
 
 def test_of_takes_nothing_a_string_or_a_policy() -> None:
@@ -183,60 +167,40 @@ def colour_of(policy: Policy, stack: Stack = STACK) -> str | None:
     return override.colour if override else None
 
 
-@pytest.mark.parametrize("key", ["blocks", "blocks.0", "blocks.0.norm1", "blocks.*", "*.0", "blocks.*.norm*", "*"])
-def test_glob_covers_the_module_and_its_submodules(key: str) -> None:
-    assert colour_of(Policy(modules={key: "low"})) == "low"
+NORM: Stack = [("norm", type_names(Norm))]
 
 
-@pytest.mark.parametrize("key", ["block", "blocks.1", "blocks.0.norm", "norm1", "blocks.*norm1", "*.norm1", "blocks.?"])
-def test_glob_stays_within_its_segments(key: str) -> None:
-    assert colour_of(Policy(modules={key: "low"})) is None
-
-
-@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.TransformerEncoderLayer, nn.Module])
-def test_type_covers_the_module_and_its_submodules(kind: type[nn.Module]) -> None:
-    assert colour_of(Policy(modules={kind: "low"})) == "low"
-
-
-def test_type_names_as_capture_writes_them_match_too() -> None:
-    stack = [("norm", ("torch.nn.modules.normalization.LayerNorm",))]
-    assert colour_of(Policy(modules={nn.LayerNorm: "low"}), stack) == "low"
-
-
-def test_type_covers_derived_types() -> None:
-    assert colour_of(Policy(modules={nn.LayerNorm: "low"}), [("norm", type_names(Norm))]) == "low"
-
-
-def test_path_beats_type() -> None:
-    assert colour_of(Policy(modules={"*": "low", nn.LayerNorm: "fp32"})) == "low"
-
-
-def test_longer_literal_prefix_beats_shorter() -> None:
-    assert colour_of(Policy(modules={"blocks.*.norm1": "low", "blocks.0": "fp32"})) == "fp32"
-
-
-def test_inner_type_beats_outer() -> None:
-    assert colour_of(Policy(modules={nn.TransformerEncoderLayer: "low", nn.LayerNorm: "fp32"})) == "fp32"
-
-
-def test_derived_type_beats_its_base() -> None:
-    policy = Policy(modules={nn.LayerNorm: "low", Norm: "fp32"})
-    assert colour_of(policy, [("norm", type_names(Norm))]) == "fp32"
+@pytest.mark.parametrize(
+    ("overrides", "stack", "colour"),
+    [
+        # A glob covers the module and its submodules, within its segments.
+        *(({key: "low"}, STACK, "low") for key in ("blocks", "blocks.0", "blocks.0.norm1", "blocks.*", "*.0", "*")),
+        ({"blocks.*.norm*": "low"}, STACK, "low"),
+        *(({key: "low"}, STACK, None) for key in ("block", "blocks.1", "blocks.0.norm", "norm1", "blocks.?")),
+        *(({key: "low"}, STACK, None) for key in ("*.norm1", "blocks.*norm1")),
+        # A type covers the module, its submodules and derived types, by the names that a capture writes too.
+        *(({kind: "low"}, STACK, "low") for kind in (nn.LayerNorm, nn.TransformerEncoderLayer, nn.Module)),
+        ({nn.LayerNorm: "low"}, [("norm", ("torch.nn.modules.normalization.LayerNorm",))], "low"),
+        ({nn.LayerNorm: "low"}, NORM, "low"),
+        # Which of two wins: path over type, the longer literal prefix, the inner type, the derived type.
+        ({"*": "low", nn.LayerNorm: "fp32"}, STACK, "low"),
+        ({"blocks.*.norm1": "low", "blocks.0": "fp32"}, STACK, "fp32"),
+        ({nn.TransformerEncoderLayer: "low", nn.LayerNorm: "fp32"}, STACK, "fp32"),
+        ({nn.LayerNorm: "low", Norm: "fp32"}, NORM, "fp32"),
+        ({"blocks.*": "low", "blocks.*.norm1": "low"}, STACK, "low"),
+        # The root is covered by its type alone.
+        ({"*": "low"}, STACK[:1], None),
+        ({"models.Net": "low"}, STACK[:1], "low"),
+    ],
+)
+def test_which_override_covers_a_module(overrides: dict[object, str], stack: Stack, colour: str | None) -> None:
+    assert colour_of(Policy(modules=list(overrides.items())), stack) == colour
 
 
 def test_equal_rank_and_different_colours_are_refused() -> None:
     policy = Policy(modules={"blocks.*": "low", "blocks.*.norm1": "fp32"})
     with pytest.raises(PolicyError, match=r"modules.blocks.\*=low and modules.blocks.\*.norm1=fp32 have equal rank"):
         module_override(policy, STACK)
-
-
-def test_equal_rank_and_one_colour_agree() -> None:
-    assert colour_of(Policy(modules={"blocks.*": "low", "blocks.*.norm1": "low"})) == "low"
-
-
-def test_root_is_covered_by_its_type_alone() -> None:
-    assert colour_of(Policy(modules={"*": "low"}), STACK[:1]) is None
-    assert colour_of(Policy(modules=[("models.Net", "low")]), STACK[:1]) == "low"
 
 
 def test_op_override_is_found_by_canonical_name() -> None:
@@ -256,16 +220,12 @@ def test_beaten_override_counts_as_used() -> None:
         (Policy(modules={"blocks.0.norm2": "low"}), "modules.blocks.0.norm2=low .* nearest name is 'blocks.0.norm1'"),
         (Policy(modules={nn.GroupNorm: "low"}), "modules.torch.nn.GroupNorm=low .* nearest name is 'torch.nn.LayerN"),
         (Policy(ops={"softmx": "low"}), "ops.softmx=low matches no op of this model; the nearest name is 'softmax'"),
+        (Policy(ops={"conv2d": "low"}), r"ops\.conv2d=low matches no op of this model$"),
     ],
 )
 def test_override_that_matches_nothing_names_the_nearest(policy: Policy, message: str) -> None:
     with pytest.raises(PolicyError, match=message):
         check_used(policy, [STACK], ["softmax", "linear"])
-
-
-def test_a_name_that_is_like_no_other_is_not_taken_for_one() -> None:
-    with pytest.raises(PolicyError, match=r"ops\.softmax=low matches no op of this model$"):
-        check_used(Policy(ops={"softmax": "low"}), [STACK], ["linear"])
 
 
 @pytest.mark.parametrize(

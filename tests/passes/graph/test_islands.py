@@ -16,6 +16,7 @@ from passes.ops import ops
 from tests.support.exported import graph_of, traced_of
 from tests.support.front_ends import FRONT_ENDS, convert
 from tests.support.graphs import parse
+from tests.support.helpers import Layers, Two, example
 
 EPS = 1e-6
 
@@ -169,19 +170,10 @@ def test_the_norm_of_a_zero_row_is_zero(low: str) -> None:
     x = torch.cat([torch.zeros(1, 64), inputs(3)])
     for norm in (F.normalize, unit):
         for front_end in FRONT_ENDS:
-            model = nn.Sequential(nn.Linear(64, 64, bias=False), _Call(norm))
+            model = Layers(lambda self, x: self.function(self.l(x)), l=nn.Linear(64, 64, bias=False), function=norm)
             module = convert(model, (x,), front_end, f"O2,dtype={low}")
             assert torch.equal(module(x)[0], torch.zeros(64))
             assert torch.isfinite(module(x)).all()
-
-
-class _Call(nn.Module):
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
 
 
 class LlamaNorm(nn.Module):
@@ -224,18 +216,12 @@ def test_a_stack_of_the_norms_of_transformers_has_one_cast_in_and_one_out_each(n
 
 @both_dtypes
 def test_biases_gammas_and_scales_follow_the_activation(low: str) -> None:
-    class Chain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.first, self.second = nn.Parameter(torch.randn(64, 64)), nn.Parameter(torch.randn(64, 64))
-            self.bias, self.gamma = nn.Parameter(torch.randn(64)), nn.Parameter(torch.randn(64))
-            self.scale = nn.Parameter(torch.ones(1))
+    def chain(self: Any, x: Tensor) -> Tensor:
+        return ((x @ self.first + self.bias) * self.gamma * self.scale) @ self.second
 
-        def forward(self, x: Tensor) -> Tensor:
-            return ((x @ self.first + self.bias) * self.gamma * self.scale) @ self.second
-
-    module = graph_of(Chain(), inputs(), f"O2,dtype={low}")
+    shapes = {"first": (64, 64), "second": (64, 64), "bias": (64,), "gamma": (64,), "scale": (1,)}
+    model = Layers(chain, **{name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()})
+    module = graph_of(model, inputs(), f"O2,dtype={low}")
     dtype = fxamp.plan_of(module).policy.dtype
     assert {d.colour for d in fxamp.plan_of(module).decisions} == {str(dtype).removeprefix("torch.")}
     assert activation_casts(module) == [dtype, torch.float32]  # input and output
@@ -333,14 +319,7 @@ def test_gradients_through_an_island_are_near_float64(norm: Callable[[Tensor], T
 
 
 def test_a_number_may_come_first_in_a_product() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.l = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return 0.5 * self.l(x) * x * (2 * torch.rsqrt(x.square().mean(-1, keepdim=True)))
-
-    model, x = Model(), torch.randn(4, 8)
+    model = Two(lambda self, x: 0.5 * self.l(x) * x * (2 * torch.rsqrt(x.square().mean(-1, keepdim=True))))
+    x = example()
     converted = traced_of(model, x, "O2,dtype=bf16")
     assert torch.allclose(converted(x), model(x), rtol=0.05, atol=0.05)

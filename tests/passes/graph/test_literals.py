@@ -17,6 +17,7 @@ from passes.ops.rules import row_named
 from tests.support.exported import graph_of, plan_of, program_of
 from tests.support.front_ends import FRONT_ENDS, convert
 from tests.support.graphs import parse
+from tests.support.helpers import Layers, in_turns
 
 pytestmark = [pytest.mark.filterwarnings("ignore:FP16 gradients"), pytest.mark.usefixtures("fresh")]
 LOWEST = torch.finfo(torch.float32).min
@@ -106,9 +107,9 @@ def converted(spelling: str, fills: tuple[float, ...], front_end: str, policy: s
 
 
 def leg(front_end: str, policy: str, at: int, spelling: str) -> Any:
-    """Return what a mask is tried with: every day by one way at O1 and by the other at O2, which take turns."""
-    turns = (front_end == "view") == ((at + ("O2" in policy)) % 2 == 0)
-    return pytest.param(front_end, policy, spelling, marks=() if "fp16" in policy and turns else pytest.mark.matrix)
+    """Return what a mask is tried with: every second one every day in FP16, and the others in BF16."""
+    turns = ("fp16" in policy) == (at % 2 == 0)
+    return pytest.param(front_end, policy, spelling, marks=() if turns else pytest.mark.matrix)
 
 
 LEGS = [(f, policy) for f in FRONT_ENDS for policy in ("O1,dtype=fp16", "O2,dtype=fp16", "O1", "O2")]
@@ -140,33 +141,23 @@ def test_a_mask_of_a_number_that_fits_is_as_under_autocast(spelling: str, policy
 @pytest.mark.parametrize("low", DTYPES)
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_lowest_number_is_the_low_dtypes_own_in_the_mask_of_an_attention(mask: str, low: str) -> None:
-    class Attention(nn.Module):
-        def __init__(self, lowest: float) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.first, self.lowest = nn.Linear(8, 8), lowest
+    def masked(self: Any, x: Tensor) -> Tensor:
+        return attention(self.first(x), MASKS[mask](MASK, self.lowest))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return attention(self.first(x), MASKS[mask](MASK, self.lowest))
-
-    module = graph_of(Attention(LOWEST), X, f"O1,dtype={low}")
+    model: Any = Layers(masked, first=nn.Linear(8, 8), lowest=LOWEST)
+    module = graph_of(model, X, f"O1,dtype={low}")
+    model.lowest = torch.finfo(DTYPES[low]).min
     with torch.no_grad(), torch.autocast("cpu", DTYPES[low]):
-        expected = Attention(torch.finfo(DTYPES[low]).min)(X)
+        expected = model(X)
     assert torch.equal(module(X), expected.float())
     assert [d.code for d in fxamp.plan_of(module).decisions if d.op == "scaled_dot_product_attention"] == ["literal"]
 
 
 def test_a_mask_of_other_numbers_is_as_under_autocast() -> None:
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.first = nn.Linear(8, 8)
+    def masked(self: Any, x: Tensor) -> Tensor:
+        return attention(self.first(x), torch.zeros(8, 8).masked_fill(MASK, float("-inf")))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return attention(self.first(x), torch.zeros(8, 8).masked_fill(MASK, float("-inf")))
-
-    model = Attention()
+    model = Layers(masked, first=nn.Linear(8, 8))
     module = graph_of(model, X, "O1,dtype=fp16")
     with torch.autocast("cpu", torch.float16):
         assert torch.equal(module(X), model(X).float())
@@ -234,35 +225,30 @@ EPSILONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class Small(nn.Module):
-    """A layer that gives zeros, and what an eps protects."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.first, self.function = nn.Linear(8, 8), function
-        nn.init.zeros_(self.first.weight)
-        nn.init.zeros_(self.first.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self.first(x))
+def behind(function: Callable[[Tensor], Tensor], value: float) -> nn.Module:
+    """Return a layer that gives one value, and a function of that."""
+    layer = nn.Linear(8, 8)
+    nn.init.zeros_(layer.weight)
+    nn.init.constant_(layer.bias, value)
+    return Layers(lambda self, x: self.function(self.first(x)), first=layer, function=function)
 
 
 @pytest.mark.parametrize(("name", "level"), [*((name, "O2") for name in EPSILONS), ("log", "O3"), ("rsqrt", "O3")])
 def test_a_tiny_eps_keeps_its_node_fp32_and_what_it_protects_finite(name: str, level: str) -> None:
-    model = Small(EPSILONS[name])
+    model = behind(EPSILONS[name], 0.0)
     for front_end in FRONT_ENDS:
         module = convert(model, (X,), front_end, f"{level},dtype=fp16")
         torch.testing.assert_close(module(X), model(X), rtol=2e-3, atol=0)
 
 
 def test_a_tiny_eps_that_bf16_holds_changes_nothing() -> None:
-    plan = plan_of(Small(EPSILONS["log"]), X, "O2")
+    plan = plan_of(behind(EPSILONS["log"], 0.0), X, "O2")
     colours = {d.op: d.colour for d in plan.decisions if d.op != "log"}  # which leaves the graph
     assert colours == {"linear": "bfloat16", "relu": "bfloat16", "add": "bfloat16"}
 
 
 def test_at_o1_a_tiny_eps_is_rounded_as_under_autocast() -> None:
-    module = graph_of(Small(EPSILONS["log"]), X, "O1,dtype=fp16")
+    module = graph_of(behind(EPSILONS["log"], 0.0), X, "O1,dtype=fp16")
     assert {d.op: d.colour for d in fxamp.plan_of(module).decisions}["add"] == "float16"
 
 
@@ -285,19 +271,7 @@ def test_integers_given_as_scalars_count_and_shapes_do_not() -> None:
     assert [list(literals.numbers(n)) for n in gm.graph.nodes if n.op == "call_function"] == [[100000], [], [1e-9]]
 
 
-class Saturated(nn.Module):
-    """A layer that gives 20, what squeezes it, and what a bound keeps from the end of that range."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.first, self.function = nn.Linear(8, 8), function
-        nn.init.zeros_(self.first.weight)
-        nn.init.constant_(self.first.bias, 20.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self.first(x))
-
-
+# What squeezes a large value, and what a bound keeps from the end of that range.
 BOUNDS: dict[str, Callable[[Tensor], Tensor]] = {
     "clamp": lambda h: torch.log(1 - h.sigmoid().clamp(1e-7, 1 - 1e-7)),
     "clamp_max": lambda h: torch.log1p(-h.sigmoid().clamp_max(1 - 1e-6)),
@@ -308,16 +282,15 @@ BOUNDS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", BOUNDS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("name", "dtype"), in_turns(BOUNDS, DTYPES))
 def test_at_o2_a_bound_that_would_round_to_one_keeps_its_node_fp32(name: str, dtype: str) -> None:
-    model = Saturated(BOUNDS[name])
+    model = behind(BOUNDS[name], 20.0)
     for front_end in FRONT_ENDS:
         module = convert(model, (X,), front_end, f"O2,dtype={dtype}")
         torch.testing.assert_close(module(X), model(X), rtol=0.02, atol=0)
 
 
 def test_bounds_that_the_low_dtype_holds_change_nothing() -> None:
-    model = Saturated(lambda h: h.clamp(-1, 1).sigmoid().clamp(0.25, 0.5) * h.logit(eps=0.125))
+    model = behind(lambda h: h.clamp(-1, 1).sigmoid().clamp(0.25, 0.5) * h.logit(eps=0.125), 20.0)
     plan = plan_of(model, X, "O2,dtype=bf16,ops.logit=low")
     assert {d.colour for d in plan.decisions} == {"bfloat16"}

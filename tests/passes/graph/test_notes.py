@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.fx import Graph, GraphModule
 from passes.graph import notes
 from passes.graph.notes import Note, is_inserted, loaded, note, note_of, saved
 from tests.support.exported import graph_of
+from tests.support.helpers import Two
 
 ROOT = Path(__file__).parents[3]
 # Keys that torch writes, or reads: its own, and Dynamo's and the partitioner's.
@@ -31,24 +33,16 @@ TORCHS = {
 }
 
 
-class Masked(nn.Module):
-    """A head whose mask holds a number that only FP32 can."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.l = nn.Linear(6, 6)
-        self.lowest: Tensor
-        self.register_buffer("lowest", torch.tensor(torch.finfo(torch.float32).min))
-
-    def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        h = self.l(x)
-        return F.cross_entropy(torch.where(h > 0, h, self.lowest).softmax(1), target)
+def masked(self: Any, x: Tensor, target: Tensor) -> Tensor:
+    h = self.l(x)
+    return F.cross_entropy(torch.where(h > 0, h, self.lowest).softmax(1), target)
 
 
 @pytest.fixture(scope="module")
 def converted() -> GraphModule:
     inputs = (torch.randn(4, 6), torch.tensor([0, 1, 2, 3]))
-    return graph_of(Masked(), inputs, "O2,dtype=bf16")
+    model = Two(masked, lowest=torch.tensor(torch.finfo(torch.float32).min))  # a number that only FP32 holds
+    return graph_of(model, inputs, "O2,dtype=bf16")
 
 
 def made_by(module: GraphModule, rule: str) -> set[str]:

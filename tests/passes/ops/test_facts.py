@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -50,15 +51,53 @@ def keys(names: str) -> list[str]:
     return [key for name in names.split() for key in MEASURED if key == name or key.partition("[")[0] == name]
 
 
-FP32_INTERNAL = "rms_norm silu tanh sigmoid exp mean softplus elu gelu[approximate=tanh] std var square"
+BOTH, ALL = "commutes_forward commutes_backward", "bfloat16 float16"
+# What is so of ops: their names, the low dtypes, the facts that hold, and those that do not.
+SAID = {
+    "computes in FP32 and rounds once": (
+        "rms_norm silu tanh sigmoid exp mean softplus elu gelu[approximate=tanh] std var square", "bfloat16",
+        "fp32_internal", "",
+    ),
+    "has a gradient that is summed in low": (
+        "reflection_pad1d reflection_pad2d replication_pad2d max_pool3d adaptive_max_pool3d", ALL, "fp32_internal",
+        "fp32_backward",
+    ),
+    "has a gradient that is rounded once": (
+        "silu relu nll_loss[reduction=none] l1_loss[reduction=none] mean[dim=last] cat", ALL,
+        "fp32_internal fp32_backward", "",
+    ),
+    "is as good as rounded once": (
+        """layer_norm group_norm softmax log_softmax gelu cumsum logsumexp[dim=last] rms_norm pow[exponent=2]
+        pow[exponent=3] pow[exponent=0.5]""", "bfloat16", "rounds_once", "",
+    ),
+    "rounds each element, so that errors scatter": (
+        "layer_norm softmax rms_norm log_softmax[dim=other] gelu[approximate=none] tanh", ALL, "rounds_once scatters",
+        "",
+    ),
+    "moves each element once, so that rounding moves across it": (
+        "permute view transpose slice split cat neg unsqueeze select reshape", ALL, BOTH, "",
+    ),
+    "sums or breaks ties in backward, so that rounding moves only forward": (
+        "index gather repeat_interleave max_pool2d max sort topk expand", ALL, "commutes_forward", "commutes_backward",
+    ),
+    "has a kink at zero, which rounding to BF16 does not reach": ("relu abs", "bfloat16", BOTH, ""),
+    "has a kink at zero, which rounding to FP16 reaches": (
+        "relu abs", "float16", "commutes_forward", "commutes_backward",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", SAID)
+def test_what_is_measured_of_an_op_that(what: str) -> None:
+    names, lows, holds, fails = SAID[what]
+    for key, low in itertools.product(keys(names), lows.split()):
+        assert set(holds.split()) <= set(MEASURED[key][low]), (key, low)
+        assert not set(fails.split()) & set(MEASURED[key][low]), (key, low)
+
+
 # The sum is close: one in 10,000 differs, where its vector loop adds in another order than that of FP32.
 NOT_FP32_INTERNAL = """softmax log_softmax[dim=last] layer_norm gelu[approximate=none] logsumexp pow[exponent=3] prod
     batch_norm[training=True] sum erf rsqrt"""
-
-
-@pytest.mark.parametrize("key", keys(FP32_INTERNAL))
-def test_an_op_that_computes_in_fp32_and_rounds_once_is_fp32_internal(key: str) -> None:
-    assert "fp32_internal" in MEASURED[key]["bfloat16"]
 
 
 @same_machine
@@ -69,40 +108,11 @@ def test_an_op_whose_low_kernel_is_not_its_fp32_kernel_is_not_fp32_internal(key:
     assert not all(measure_facts._fp32_internal(CASES[key], "cpu", torch.bfloat16, False) for _ in range(10))
 
 
-@pytest.mark.parametrize("low", LOWS)
-@pytest.mark.parametrize(
-    "key", keys("reflection_pad1d reflection_pad2d replication_pad2d max_pool3d adaptive_max_pool3d")
-)
-def test_a_gradient_that_is_summed_in_low_is_not_that_of_fp32(key: str, low: str) -> None:
-    assert {"fp32_internal", "fp32_backward"} & set(MEASURED[key][low]) == {"fp32_internal"}
-
-
-@pytest.mark.parametrize("low", LOWS)
-@pytest.mark.parametrize("key", keys("silu relu nll_loss[reduction=none] l1_loss[reduction=none] mean[dim=last] cat"))
-def test_a_gradient_that_is_rounded_once_is_that_of_fp32(key: str, low: str) -> None:
-    assert {"fp32_internal", "fp32_backward"} <= set(MEASURED[key][low])
-
-
-ROUNDS_ONCE = """layer_norm group_norm softmax log_softmax gelu cumsum logsumexp[dim=last] rms_norm pow[exponent=2]
-    pow[exponent=3] pow[exponent=0.5]"""
-
-
-@pytest.mark.parametrize("key", keys(ROUNDS_ONCE))
-def test_an_op_as_good_as_rounded_rounds_once(key: str) -> None:
-    assert "rounds_once" in MEASURED[key]["bfloat16"]
-
-
 @same_machine
 @pytest.mark.parametrize("key", keys("prod cumprod cosine_similarity mse_loss[reduction=none]"))
 def test_an_op_that_loses_more_than_a_rounding_does_not_round_once(key: str) -> None:
     assert "rounds_once" not in MEASURED[key]["bfloat16"]
     assert not measure_facts._rounds_once(CASES[key], "cpu", torch.bfloat16, False)
-
-
-@pytest.mark.parametrize("low", LOWS)
-@pytest.mark.parametrize("key", keys("layer_norm softmax rms_norm log_softmax[dim=other] gelu[approximate=none] tanh"))
-def test_the_errors_of_an_op_that_rounds_each_element_scatter(key: str, low: str) -> None:
-    assert {"rounds_once", "scatters"} <= set(MEASURED[key][low])
 
 
 @same_machine
@@ -123,27 +133,6 @@ def test_an_error_that_each_row_shares_does_not_scatter(low: torch.dtype) -> Non
     case, rounded = (measure_facts.Case("", ((f, shapes),)) for f in (shared, lambda x: x.double().sin().to(x.dtype)))
     assert not measure_facts._scatters(case, "cpu", low, True)
     assert measure_facts._scatters(rounded, "cpu", low, True)
-
-
-BOTH = {"commutes_forward", "commutes_backward"}
-
-
-@pytest.mark.parametrize("low", LOWS)
-@pytest.mark.parametrize("key", keys("permute view transpose slice split cat neg unsqueeze select reshape"))
-def test_rounding_moves_across_what_moves_each_element_once(key: str, low: str) -> None:
-    assert set(MEASURED[key][low]) >= BOTH
-
-
-@pytest.mark.parametrize("low", LOWS)
-@pytest.mark.parametrize("key", keys("index gather repeat_interleave max_pool2d max sort topk expand"))
-def test_rounding_moves_only_forward_across_what_sums_or_breaks_ties_in_backward(key: str, low: str) -> None:
-    assert set(MEASURED[key][low]) & BOTH == {"commutes_forward"}
-
-
-@pytest.mark.parametrize("key", ["relu", "abs"])
-def test_a_kink_at_zero_moves_only_forward_where_rounding_reaches_zero(key: str) -> None:
-    assert set(MEASURED[key]["bfloat16"]) >= BOTH
-    assert set(MEASURED[key]["float16"]) & BOTH == {"commutes_forward"}
 
 
 def test_nothing_commutes_that_the_table_does_not_expect_to() -> None:

@@ -228,53 +228,47 @@ def test_a_cast_method_gives_the_dtype_that_is_listed(method: str) -> None:
     assert getattr(torch.ones(1), method)().dtype == ops.CAST_METHODS[method]
 
 
-@pytest.mark.parametrize(
-    ("attribute", "op"), [("T", "numpy_T"), ("mT", "mT"), ("H", "matrix_H"), ("mH", "mH"), ("real", "real"),
-                          ("imag", "imag"), ("data", "detach")]
-)  # fmt: skip
-def test_an_attribute_that_computes_has_the_name_of_its_op(attribute: str, op: str) -> None:
-    assert ops.name(call(getattr, *inputs("x"), attribute)) == op
-    assert op in RULES
-
-
-@pytest.mark.parametrize("attribute", ["dtype", "shape", "device", "requires_grad"])
-def test_an_attribute_that_only_asks_is_getattr(attribute: str) -> None:
-    assert ops.name(call(getattr, *inputs("x"), attribute)) == "getattr"
-
-
 def softmax(x: Any) -> Any:
     """Have the name of an op of ATen, in a module of one's own."""
     return x
 
 
-def test_a_function_of_another_module_keeps_its_module() -> None:
-    assert ops.name(call(softmax)) == f"{__name__}.softmax"
-    assert ops.name(call(float)) == "builtins.float"
-    assert ops.name(call(sum)) == "builtins.sum"
+NAMED: list[tuple[Node, str]] = [
+    # An attribute that computes has the name of its op; one that only asks is getattr.
+    *((call(getattr, *inputs("x"), attribute), op) for attribute, op in {
+        "T": "numpy_T", "mT": "mT", "H": "matrix_H", "mH": "mH", "real": "real", "imag": "imag", "data": "detach",
+        "dtype": "getattr", "shape": "getattr", "device": "getattr", "requires_grad": "getattr",
+    }.items()),
+    # A function of another module keeps its module.
+    (call(softmax), f"{__name__}.softmax"), (call(float), "builtins.float"), (call(sum), "builtins.sum"),
+    # What the exporter writes has the name of what was written.
+    (call(torch.ops.aten._to_copy.default), "to"), (call(torch.ops.aten._unsafe_view.default), "view"),
+    (call(torch.ops.aten.lift_fresh_copy.default), "clone"),
+    # The recurrent functions have the names of the kernels.
+    (call(rnn.lstm), "lstm"), (call(rnn.rnn, *[None] * 9, "tanh"), "rnn_tanh"),
+    (call(rnn.rnn, *[None] * 9, "relu"), "rnn_relu"),
+    # A primitive has the name of the op of ATen that it is.
+    *((call(target), op) for prim, op in {
+        "convert_element_type": "to", "transpose": "permute", "add": "add", "rev": "flip",
+        "broadcast_in_dim": "expand", "copy_to": "copy_", "bessel_j0": "prims::bessel_j0",
+    }.items() for target in (getattr(torch.ops.prims, prim), getattr(torch.ops.prims, prim).default)),
+    # What is no call has no name.
+    (Graph().placeholder("x"), ""), (Graph().get_attr("w", nn.Module), ""), (Graph().output(()), ""),
+]  # fmt: skip
+
+
+def test_a_node_has_the_name_of_its_op() -> None:
+    assert [ops.name(node) for node, _ in NAMED] == [name for _, name in NAMED]
+    assert {name for _, name in NAMED if re.fullmatch(r"\w+[^_\W]", name)} <= {*RULES, "getattr"}
 
 
 # Dialects beside ATen.
-
-
-@pytest.mark.parametrize(
-    ("prim", "op"), [("convert_element_type", "to"), ("transpose", "permute"), ("add", "add"), ("rev", "flip"),
-                     ("broadcast_in_dim", "expand"), ("copy_to", "copy_"), ("bessel_j0", "prims::bessel_j0")]
-)  # fmt: skip
-def test_a_primitive_has_the_name_of_the_aten_op_that_it_is(prim: str, op: str) -> None:
-    packet = getattr(torch.ops.prims, prim)
-    assert ops.name(call(packet)) == ops.name(call(packet.default)) == op
 
 
 @pytest.mark.parametrize("prim", sorted(ops.PRIMS))
 def test_the_table_of_primitives_names_what_exists(prim: str) -> None:
     assert hasattr(torch.ops.prims, prim)
     assert hasattr(torch.ops.aten, ops.PRIMS[prim])
-
-
-def test_what_the_exporter_writes_has_the_name_of_what_was_written() -> None:
-    assert ops.name(call(torch.ops.aten._to_copy.default)) == "to"
-    assert ops.name(call(torch.ops.aten._unsafe_view.default)) == "view"
-    assert ops.name(call(torch.ops.aten.lift_fresh_copy.default)) == "clone"
 
 
 def test_an_op_of_another_library_keeps_its_namespace() -> None:
@@ -293,20 +287,6 @@ def test_a_higher_order_op_and_a_leaf_module_say_what_they_are() -> None:
     assert ops.name(node) == "module:encoder.attention"
     note(node, leaf="MultiheadAttention")
     assert ops.name(node) == "module:MultiheadAttention"
-
-
-def test_what_is_no_call_has_no_name() -> None:
-    graph = Graph()
-    assert [ops.name(n) for n in (graph.placeholder("x"), graph.get_attr("w", torch.nn.Module), graph.output(()))] == [
-        ""
-    ] * 3
-
-
-def test_the_recurrent_functions_have_the_names_of_the_kernels() -> None:
-    before = [None] * 9
-    assert ops.name(call(rnn.lstm)) == "lstm"
-    assert ops.name(call(rnn.rnn, *before, "tanh")) == "rnn_tanh"
-    assert ops.name(call(rnn.rnn, *before, "relu")) == "rnn_relu"
 
 
 # Modules of torch.nn in a graph that the user brings.
@@ -448,23 +428,34 @@ def test_the_table_of_an_embedding_is_its_weight_in_either_order() -> None:
         assert {o.name for o in ops.operands(node) if o.node is indices} & {"weight"} == set()
 
 
-def test_a_method_has_self_first() -> None:
-    x, y, z = inputs("x", "y", "z")
-    assert [o.name for o in ops.operands(call("add", x, y))] == ["self", "other"]
-    # aten.where has self second, the method first.
-    assert [o.name for o in ops.operands(call("where", x, y, z))] == ["self", "condition", "other"]
-    assert [o.name for o in ops.operands(call(torch.where, x, y, z))] == ["condition", "self", "other"]
-    # Written in Python.
-    assert ops.argument(call("split", x, 2, -1), "dim") == -1
+X, Y, Z = inputs("x", "y", "z")
 
 
-def test_an_operator_has_the_arguments_of_its_op() -> None:
-    x, y = inputs("x", "y")
-    assert [o.name for o in ops.operands(call(operator.add, x, y))] == ["self", "other"]
-    assert [o.name for o in ops.operands(call(operator.pow, 2.0, y))] == ["exponent"]
-    assert [o.name for o in ops.operands(call(operator.getitem, x, y))] == ["self", "index"]
-    assert [o.name for o in ops.operands(call(operator.setitem, x, 0, y))] == ["self", "value"]
-    assert [o.name for o in ops.operands(call(getattr, x, "T"))] == ["self"]
+@pytest.mark.parametrize(
+    ("node", "names"),
+    [
+        (call("add", X, Y), "self other"),
+        # aten.where has self second, the method first.
+        (call("where", X, Y, Z), "self condition other"),
+        (call(torch.where, X, Y, Z), "condition self other"),
+        (call(operator.add, X, Y), "self other"),
+        (call(operator.pow, 2.0, Y), "exponent"),
+        (call(operator.getitem, X, Y), "self index"),
+        (call(operator.setitem, X, 0, Y), "self value"),
+        (call(getattr, X, "T"), "self"),
+        # By keyword as by position.
+        (call(F.linear, X, weight=Y), "input weight"),
+        (call(torch.add, input=X, other=Y), "self other"),
+        (call(F.relu, input=X), "input"),
+        # Of these nothing is known.
+        (call(print, X, Y), "arg0 arg1"),
+        (call(torch.einsum, "ij,jk", X, Y), "arg1 arg2"),
+        (X.graph.call_module("leaf", (X, Y)), "arg0 arg1"),
+    ],
+)
+def test_operands_have_the_names_of_the_arguments(node: Node, names: str) -> None:
+    assert [o.name for o in ops.operands(node)] == names.split()
+    assert ops.names_of(call(print)) == ()
 
 
 def test_an_operand_in_a_list_has_its_place() -> None:
@@ -485,49 +476,21 @@ def test_an_operand_deep_inside_an_argument_is_found() -> None:
     assert len({(o.name, o.index) for o in ops.operands(node)}) == 3
 
 
-def test_an_operand_by_keyword_has_the_name_that_it_has_by_position() -> None:
-    x, y = inputs("x", "y")
-    assert [o.name for o in ops.operands(call(F.linear, x, weight=y))] == ["input", "weight"]
-    assert [o.name for o in ops.operands(call(torch.add, input=x, other=y))] == ["self", "other"]
-    assert [o.name for o in ops.operands(call(F.relu, input=x))] == ["input"]
-
-
-def test_what_nothing_is_known_of_has_numbered_arguments() -> None:
-    x, y = inputs("x", "y")
-    assert [o.name for o in ops.operands(call(print, x, y))] == ["arg0", "arg1"]
-    assert [o.name for o in ops.operands(call(torch.einsum, "ij,jk", x, y))] == ["arg1", "arg2"]
-    assert ops.names_of(call(print)) == ()
-
-
-def test_arguments_of_a_leaf_module_are_numbered() -> None:
-    graph = Graph()
-    x = graph.placeholder("x")
-    assert list(ops.operands(graph.call_module("leaf", (x,)))) == [("arg0", 0, x)]
-
-
-def test_map_operands_replaces_each_position_by_itself() -> None:
-    graph = Graph()
-    x, y, z = (graph.placeholder(n) for n in "xyz")
-    node = graph.call_function(torch.cat, ([x, y, x],), {"dim": 1})
-    ops.map_operands(node, lambda o: z if o.index == 2 else o.node)
-    assert (node.args, node.kwargs) == (([x, y, z],), {"dim": 1})
-    assert (list(x.users), list(z.users)) == ([node], [node])
-
-
-def test_map_operands_keeps_the_keywords_as_they_were_written() -> None:
-    graph = Graph()
-    x, y = graph.placeholder("x"), graph.placeholder("y")
-    node = graph.call_function(torch.sum, (), {"input": x, "axis": 0})
-    ops.map_operands(node, lambda o: y if o.name == "self" else o.node)
-    assert node.kwargs == {"input": y, "axis": 0}
-
-
-def test_map_operands_leaves_everything_else_alone() -> None:
-    graph = Graph()
-    x = graph.placeholder("x")
-    node = graph.call_function(torch.ops.aten.to.dtype, (x, torch.float16), {"copy": True})
-    ops.map_operands(node, lambda o: o.node)
-    assert (node.args, node.kwargs) == ((x, torch.float16), {"copy": True})
+@pytest.mark.parametrize(
+    ("target", "args", "kwargs", "replaced", "new_args", "new_kwargs"),
+    [
+        (torch.cat, ([X, Y, X],), {"dim": 1}, ("tensors", 2), ([X, Y, Z],), {"dim": 1}),
+        (torch.sum, (), {"input": X, "axis": 0}, ("self", 0), (), {"input": Z, "axis": 0}),
+        (torch.ops.aten.to.dtype, (X, torch.half), {"copy": True}, None, (X, torch.half), {"copy": True}),
+    ],
+)
+def test_map_operands_replaces_a_position_and_leaves_the_rest_as_it_was_written(
+    target: Any, args: Any, kwargs: Any, replaced: Any, new_args: Any, new_kwargs: Any
+) -> None:
+    node = X.graph.call_function(target, args, kwargs)
+    ops.map_operands(node, lambda o: Z if (o.name, o.index) == replaced else o.node)
+    assert (node.args, node.kwargs) == (new_args, new_kwargs)
+    assert (node in Z.users) == (replaced is not None)
 
 
 @pytest.mark.parametrize(
@@ -556,6 +519,7 @@ def test_map_operands_leaves_everything_else_alone() -> None:
         (F.max_pool2d, (2, None, 1), {}, "padding", 1),
         (torch.unique, (False, True), {}, "return_inverse", True),
         (F.gelu, (), {"approximate": "tanh"}, "approximate", "tanh"),
+        ("split", (2, -1), {}, "dim", -1),  # written in Python
     ],
 )
 def test_an_argument_is_found_by_its_name_wherever_it_was_passed(

@@ -11,30 +11,21 @@ from torch import Tensor, nn
 
 import fxamp
 from tests.support.exported import graph_of
+from tests.support.helpers import Layers
 
 FAR = 65536  # where BF16 has one number for 512 positions
 X = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
 
 
-class Net(nn.Module):
-    """Two layers, an FP32 buffer, and whatever the test does with them."""
-
-    inv_freq: Tensor
-
-    def __init__(self, body: Callable[..., Any]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = body
-        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
-        self.coordinates = nn.Linear(1, 64)
-        self.register_buffer("inv_freq", 1e4 ** (-torch.arange(0, 64, 2) / 64))
-
-    def forward(self, x: Tensor) -> Any:
-        return self.body(self, x)
+def net(body: Callable[..., Any]) -> nn.Module:
+    """Return two layers, one of coordinates, an FP32 buffer, and whatever the test does with them."""
+    torch.manual_seed(0)
+    layers = {"first": nn.Linear(64, 64), "second": nn.Linear(64, 64), "coordinates": nn.Linear(1, 64)}
+    return Layers(body, **layers, inv_freq=1e4 ** (-torch.arange(0, 64, 2) / 64))
 
 
 def convert(body: Callable[..., Any], policy: str) -> Any:
-    return graph_of(Net(body), X, policy)
+    return graph_of(net(body), X, policy)
 
 
 def colours(module: Any) -> dict[str, str]:
@@ -61,7 +52,7 @@ OUTER: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def disabled(m: Net) -> Tensor:
+def disabled(m: Any) -> Tensor:
     with torch.autocast("cpu", enabled=False):
         return m.inv_freq[None, :, None].float() @ (FAR + torch.arange(8))[None, None].float()
 
@@ -78,11 +69,11 @@ def disabled(m: Net) -> Tensor:
 def test_a_matmul_of_operands_that_the_author_upcast_is_fp32_bit_for_bit(name: str, policy: str) -> None:
     """The angles of rotary positions, which collapse when rounded."""
 
-    def angles(m: Net, x: Tensor) -> Tensor:
+    def angles(m: Any, x: Tensor) -> Tensor:
         return ROTARY[name](m, x)
 
-    module = fxamp.convert(Net(angles), (X,), policy=policy)  # an export drops casts to the dtype that a value has
-    assert torch.equal(module(X), Net(angles)(X))
+    module = fxamp.convert(net(angles), (X,), policy=policy)  # an export drops casts to the dtype that a value has
+    assert torch.equal(module(X), net(angles)(X))
     assert colours(module)["matmul"] == "float32"
 
 
@@ -90,18 +81,18 @@ def test_a_matmul_of_operands_that_the_author_upcast_is_fp32_bit_for_bit(name: s
 @pytest.mark.parametrize("name", OUTER)
 def test_from_o2_on_angles_are_fp32_however_they_are_made(name: str, policy: str) -> None:
     module = convert(OUTER[name], policy)
-    assert torch.equal(module(X), Net(OUTER[name])(X))
+    assert torch.equal(module(X), net(OUTER[name])(X))
 
 
 def test_at_o1_they_are_what_autocast_makes_of_them() -> None:
     module = convert(OUTER["matmul"], "O1")
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(module(X), Net(OUTER["matmul"])(X))
+        assert torch.equal(module(X), net(OUTER["matmul"])(X))
 
 
 @pytest.mark.parametrize("policy", ["O2", "O2,dtype=fp16"])
 def test_what_bounds_a_position_may_be_low(policy: str) -> None:
-    def rotated(m: Net, x: Tensor) -> Tensor:
+    def rotated(m: Any, x: Tensor) -> Tensor:
         angles = (FAR + torch.arange(8))[:, None] * m.inv_freq
         return m.second(m.first(x) * torch.cat([angles, angles], -1).cos())
 
@@ -110,11 +101,11 @@ def test_what_bounds_a_position_may_be_low(policy: str) -> None:
     low = ops[0][1] if ops[0][0] == "linear" else dict(ops)["linear"]
     assert low != "float32"
     assert [c for o, c in ops if o == "mul"] == ["float32", low]
-    torch.testing.assert_close(module(X), Net(rotated)(X), rtol=0.02, atol=0.02)
+    torch.testing.assert_close(module(X), net(rotated)(X), rtol=0.02, atol=0.02)
 
 
 def test_a_learned_layer_rounds_its_coordinates_as_under_autocast() -> None:
-    def embedded(m: Net, x: Tensor) -> Tensor:
+    def embedded(m: Any, x: Tensor) -> Tensor:
         return m.first(m.coordinates(torch.arange(8).float()[:, None]).relu())
 
     decisions = [d for d in fxamp.plan_of(convert(embedded, "O2")).decisions if d.op in ("linear", "relu")]
@@ -131,7 +122,7 @@ def test_a_learned_layer_rounds_its_coordinates_as_under_autocast() -> None:
     ],
 )
 def test_a_division_that_brings_a_range_into_range_bounds_it(scale: Callable[[Tensor], Tensor], colour: str) -> None:
-    def ramp(m: Net, x: Tensor) -> Tensor:
+    def ramp(m: Any, x: Tensor) -> Tensor:
         return m.second(m.first(x) * scale(torch.arange(8))[:, None])
 
     module = convert(ramp, "O2")
@@ -139,14 +130,14 @@ def test_a_division_that_brings_a_range_into_range_bounds_it(scale: Callable[[Te
 
 
 def test_integers_beside_an_activation_in_low_are_no_positions() -> None:
-    def masked(m: Net, x: Tensor) -> Tensor:
+    def masked(m: Any, x: Tensor) -> Tensor:
         return m.second(m.first(x) * torch.ones(8, 1, dtype=torch.long))
 
     assert colours(convert(masked, "O2"))["mul"] == "bfloat16"
 
 
 def test_an_index_and_a_count_of_no_dimension_are_no_positions() -> None:
-    def picked(m: Net, x: Tensor) -> Tensor:
+    def picked(m: Any, x: Tensor) -> Tensor:
         rows = m.first(x)[torch.arange(8)]
         return m.second(rows / (x[:, 0] > -9).sum())
 

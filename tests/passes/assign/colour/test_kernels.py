@@ -15,7 +15,7 @@ from passes.assign.colour import kernels
 from passes.ops import rules
 from tests.support.exported import plan_of
 from tests.support.front_ends import convert
-from tests.support.helpers import Two, example
+from tests.support.helpers import Layers, Two, example, in_turns
 
 FP32_ONLY = "fxamp_kernels::fp32_only"
 ANY_FLOAT = "fxamp_kernels::any_float"
@@ -66,15 +66,10 @@ def test_a_custom_op_that_fails_in_low_is_kept(front_end: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:FP16 gradients", "ignore:The tensor attributes self.lstm._flat_weights")
 def test_an_lstm_in_fp16_runs_wherever_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Tagger(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm, self.head = nn.LSTM(6, 5, batch_first=True), nn.Linear(5, 3)
+    def tagged(self: Any, x: Tensor) -> Any:
+        return self.head(self.lstm(x)[0])
 
-        def forward(self, x: Tensor) -> Any:
-            return self.head(self.lstm(x)[0])
-
-    model, x = Tagger(), torch.randn(2, 4, 6)
+    model, x = Layers(tagged, lstm=nn.LSTM(6, 5, batch_first=True), head=nn.Linear(5, 3)), torch.randn(2, 4, 6)
     module = convert(model, (x,), "graph", "O1,dtype=fp16")
     module(x).sum().backward()
     assert torch.allclose(module(x), model(x), atol=0.02)
@@ -132,17 +127,11 @@ def test_an_op_that_one_low_dtype_lacks_in_training_alone(front_end: str, level:
 
 @pytest.mark.parametrize("front_end", ["view", "graph"])
 def test_an_op_of_torchs_without_a_low_kernel_is_kept(front_end: str) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.l = nn.Linear(6, 6)
+    def f(self: Two, x: Tensor) -> Tensor:
+        y = self.l(x)
+        return torch.complex(y, y).abs()  # which autocast would give BF16
 
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.l(x)
-            return torch.complex(y, y).abs()  # which autocast would give BF16
-
-    model, x = Model(), torch.randn(4, 6)
+    model, x = Two(f), torch.randn(4, 6)
     converted = convert(model, (x,), front_end, "O1,dtype=bf16")
     got = converted(x)
     with torch.autocast("cpu"):
@@ -153,28 +142,22 @@ def test_an_op_of_torchs_without_a_low_kernel_is_kept(front_end: str) -> None:
 
 @pytest.mark.parametrize("front_end", ["view", "graph"])
 def test_a_graph_over_two_devices(front_end: str) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.here, self.there = nn.Linear(4, 4), nn.Linear(4, 4, device="meta")
+    def f(self: Any, x: Tensor) -> Any:
+        y = self.here(x)
+        return y, self.there(y.to("meta"))
 
-        def forward(self, x: Tensor) -> Any:
-            y = self.here(x)
-            return y, self.there(y.to("meta"))
-
-    model, x = Model(), torch.randn(2, 4)
+    layer = nn.Linear(4, 4)
+    model, x = Layers(f, here=layer, there=nn.Linear(4, 4, device="meta")), torch.randn(2, 4)
     converted = convert(model, (x,), front_end, "O1,dtype=bf16")
     here, there = converted(x)
     with torch.autocast("cpu"):
-        assert torch.equal(here, model.here(x).float())
+        assert torch.equal(here, layer(x).float())
     assert (there.device.type, there.dtype) == ("meta", torch.float32)
     assert [d.colour for d in fxamp.plan_of(converted).decisions if d.op == "linear"] == ["bfloat16", "bfloat16"]
 
 
 @pytest.mark.skipif(torch.__version__ >= "2.15", reason="the op raises under autocast, and breaks the graph there")
-@pytest.mark.parametrize("policy", ["O1", "O2", "O3"])
-@pytest.mark.parametrize("kind", [2, -2, "nuc"])
+@pytest.mark.parametrize(("kind", "policy"), in_turns([2, -2, "nuc"], ["O1", "O2", "O3"]))
 def test_a_matrix_norm_that_has_no_low_kernel_is_fp32(kind: Any, policy: str) -> None:
     def f(self: Two, x: Tensor) -> Any:
         return torch.linalg.matrix_norm(self.l(x), kind)
@@ -233,9 +216,10 @@ def writer(x: Tensor, scale: Tensor) -> Tensor:
 writer.register_fake(lambda x, scale: torch.empty_like(x))
 
 
-@pytest.mark.parametrize("front_end", ["view", "graph"])
-@pytest.mark.parametrize("kind", ["low", "fp32", "promote", "follow", "keep"])
-def test_a_registered_op_that_writes_and_does_not_say_so_is_refused_by_name(front_end: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "front_end"), in_turns(["low", "fp32", "promote", "follow", "keep"], ["view", "graph"])
+)
+def test_a_registered_op_that_writes_and_does_not_say_so_is_refused_by_name(kind: str, front_end: str) -> None:
     def f(self: Two, x: Tensor) -> Any:
         y = self.l(x)
         return self.m(writer(y, x[0, :1])) + y
