@@ -34,6 +34,7 @@ from reports.trial.runs import Noise, Run
 from reports.trial.shrink import shrink
 from reports.trial.workers import Record, run_all
 from tests.support.front_ends import WARNINGS
+from tests.support.helpers import Layers
 
 pytestmark = WARNINGS
 SAMPLE = (101, 102)
@@ -57,6 +58,10 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.l(x).softmax(-1)
+
+
+def net(forward: Callable[..., Any], **parts: Any) -> Layers:
+    return Layers(forward, l=nn.Linear(6, 6), **parts)
 
 
 @pytest.mark.parametrize("front_end", judge.FRONT_ENDS)
@@ -87,22 +92,16 @@ def test_what_fxamp_captures_wrongly_is_a_mismatch_and_no_refusal() -> None:
     assert judge.as_verdict(fxamp.CaptureError("this Net is a view of fxamp")).kind == "refused"
 
 
-class Tiny(nn.Module):
-    """A remainder of numbers that BF16 has no room for, and a gradient that is a small difference."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.ones(6))
-        self.table = nn.Buffer(torch.linspace(-1, 1, 6))
-
-    def forward(self, x: Tensor) -> Any:
-        return (x * 1e-7).prod(-1).remainder(1.5), torch.kron(self.gain, self.table)
+def tiny(self: Any, x: Tensor) -> Any:
+    """Return a remainder of numbers that BF16 has no room for, and what has a small difference as its gradient."""
+    return (x * 1e-7).prod(-1).remainder(1.5), torch.kron(self.gain, self.table)
 
 
 @pytest.mark.parametrize("low", ["bf16", "fp16"])
 def test_what_every_op_may_round_counts_in_backward_too_and_with_tiny_numbers(low: str) -> None:
     torch.manual_seed(0)
-    found = judged(Subject(Tiny(), (torch.randn(4, 6),), low=low), "graph", ("O3",))
+    model = Layers(tiny, gain=nn.Parameter(torch.ones(6)), table=torch.linspace(-1, 1, 6))
+    found = judged(Subject(model, (torch.randn(4, 6),), low=low), "graph", ("O3",))
     assert found["O3"].kind == "ok"
 
 
@@ -114,30 +113,17 @@ def test_what_low_holds_exactly_is_not_changed_by_rounding() -> None:
     assert 0 < (x - 1 / 3).abs().max() < 2**-8
 
 
-class Loss(nn.Module):
-    """A loss of low inputs: low as PyTorch has it, and FP32 under autocast."""
-
-    def forward(self, x: Tensor, y: Tensor) -> Any:
-        return torch.nn.functional.nll_loss(x.log_softmax(-1), y)
+def loss(self: Any, x: Tensor, y: Tensor) -> Any:
+    """Return a loss of low inputs: low as PyTorch has it, and FP32 under autocast."""
+    return torch.nn.functional.nll_loss(x.log_softmax(-1), y)
 
 
 @pytest.mark.parametrize("front_end", judge.FRONT_ENDS)
 def test_what_the_model_gives_low_and_autocast_in_fp32_is_autocasts_rounded(front_end: str) -> None:
     torch.manual_seed(0)
-    subject = Subject(Loss(), (torch.randn(4, 6).half(), torch.arange(4)))
+    subject = Subject(Layers(loss), (torch.randn(4, 6).half(), torch.arange(4)))
     assert [run.outputs[0].dtype for run in (subject.plain, subject.autocast) if run] == [torch.half, torch.float]
     assert judged(subject, front_end, ("O1",))["O1"].kind == "ok"
-
-
-class Low(nn.Module):
-    """Gives the same in low twice: by the name of the dtype, and from an input that is low."""
-
-    def __init__(self, cast: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.cast = cast
-
-    def forward(self, x: Tensor, low: Tensor) -> Any:
-        return self.cast(x), low.abs()
 
 
 @pytest.mark.parametrize("cast", [lambda x: x.to(torch.bfloat16), lambda x: x.type("torch.BFloat16Tensor")])
@@ -146,28 +132,23 @@ def test_of_a_view_only_what_the_model_makes_low_by_a_named_dtype_may_come_out_f
 ) -> None:
     torch.manual_seed(0)
     x = torch.randn(4, 6)
-    subject = Subject(Low(cast), (x, x.bfloat16()))
+    # It gives the same in low twice: by the name of the dtype, and from an input that is low.
+    subject = Subject(Layers(lambda self, x, low: (cast(x), low.abs())), (x, x.bfloat16()))
     assert judged(subject, "view", ("O1",))["O1"].kind == "ok"
     monkeypatch.setattr(judge, "names_low", lambda found: False)
     assert judged(subject, "view", ("O1",))["O1"].why == "output 0 is torch.float32, not torch.bfloat16"
 
 
-class Upcast(nn.Module):
-    """Casts what it is given in 16 bits up, and what it makes of that to the dtype which that has: FP32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.l = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor, low: Tensor) -> Any:
-        h, k = self.l(x), self.l(low.float())
-        return low.to(h.dtype), k.to(k.dtype)
+def upcast(self: Any, x: Tensor, low: Tensor) -> Any:
+    """Cast what is given in 16 bits up, and what is made of that to the dtype which that has: FP32."""
+    h, k = self.l(x), self.l(low.float())
+    return low.to(h.dtype), k.to(k.dtype)
 
 
 def test_of_a_view_what_is_made_of_a_low_input_may_come_out_low(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     x = torch.randn(4, 6)
-    subject = Subject(Upcast(), (x, x.bfloat16()))
+    subject = Subject(net(upcast), (x, x.bfloat16()))
     assert {v.kind for v in judged(subject, "view").values()} == {"ok"}
     monkeypatch.setattr(judge, "names_low", lambda *args: False)
     assert judged(subject, "view", ("O1",))["O1"].why == "output 1 is torch.bfloat16, not torch.float32"
@@ -181,7 +162,7 @@ def test_of_a_graph_what_the_model_makes_fp32_of_a_low_input_comes_out_fp32(monk
         return found if module is self.model else replace(found, outputs=[self.args[1], found.outputs[1]])
 
     torch.manual_seed(0)
-    subject = Subject(Upcast(), (torch.randn(4, 6), torch.randn(4, 6).bfloat16()))
+    subject = Subject(net(upcast), (torch.randn(4, 6), torch.randn(4, 6).bfloat16()))
     assert judged(subject, "graph", ("O1",))["O1"].kind == "ok"
     monkeypatch.setattr(Subject, "run", as_given)
     found = judged(subject, "graph")
@@ -200,64 +181,43 @@ def test_a_deviation_is_named_at_the_first_node_that_differs(
     assert judged(found, "view", ("O1",))["O1"].kind == kind
 
 
-class UpcastTwice(nn.Module):
-    """Two products in FP32 by casts of its own, in two graphs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.l = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Any:
-        h = self.l(x)
-        torch._dynamo.graph_break()
-        return (h.float() @ h.float().t()).relu()
+def upcast_twice(self: Any, x: Tensor) -> Any:
+    """Multiply in FP32 by casts of its own, in two graphs."""
+    h = self.l(x)
+    torch._dynamo.graph_break()
+    return (h.float() @ h.float().t()).relu()
 
 
-@pytest.mark.parametrize("front_end", ["view", "ambient"])
-def test_the_first_node_that_differs_is_found_behind_a_graph_break(front_end: str) -> None:
+def composite(self: Any, x: Tensor) -> Any:
+    """Call what torch.export keeps whole, and the compiler too."""
+    return self.l(x) @ torch.linalg.pinv(x[:, :4]).t()
+
+
+def returned(self: Any, x: Tensor) -> Any:
+    """Cast to a dtype that it reads, which an export has as FP32; what it returns is made of that."""
+    return self.l(x).to(x.dtype) * self.factor
+
+
+def branching(self: Any, x: Tensor) -> Any:
+    return self.l(x) if x.sum() > 0 else -x
+
+
+@pytest.mark.parametrize(
+    ("forward", "front_end", "kind", "why"),
+    [
+        (upcast_twice, "view", "deviation", "user_cast at /matmul#0"),  # behind a graph break
+        (upcast_twice, "ambient", "deviation", "user_cast at /matmul#0"),
+        (composite, "graph", "deviation", "composite at /linalg_pinv#0"),  # the key of the plan
+        (returned, "graph", "deviation", "user_cast at /to#0"),
+        (branching, "graph", judge.TORCH, "torch.export: "),
+    ],
+)
+def test_the_first_node_that_differs_is_named(forward: Any, front_end: str, kind: str, why: str) -> None:
     torch.manual_seed(0)
-    found = judged(Subject(UpcastTwice(), (torch.randn(4, 6),)), front_end, ("O0", "O1"))
-    assert (found["O1"].kind, found["O1"].why) == ("deviation", "user_cast at /matmul#0")
-
-
-class Renormed(Net):
-    """A norm of weights, which torch.export keeps whole and the compiler too."""
-
-    def forward(self, x: Tensor) -> Any:
-        return self.l(x) @ torch.linalg.pinv(x[:, :4]).t()
-
-
-def test_the_first_node_of_a_graph_that_differs_has_the_key_of_the_plan() -> None:
-    torch.manual_seed(0)
-    verdict = judged(Subject(Renormed(), (torch.randn(6, 6),)), "graph", ("O1",))["O1"]
-    assert (verdict.kind, verdict.why) == ("deviation", "composite at /linalg_pinv#0")
-
-
-class Returned(Net):
-    """Casts to a dtype that it reads, which an export has as FP32; what it returns is made of that."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.factor = nn.Parameter(torch.tensor(0.7))
-
-    def forward(self, x: Tensor) -> Any:
-        return self.l(x).to(x.dtype) * self.factor
-
-
-def test_a_value_that_is_returned_in_low_early_is_a_difference() -> None:
-    torch.manual_seed(0)
-    verdict = judged(Subject(Returned(), (torch.randn(4, 6),)), "graph", ("O1",))["O1"]
-    assert (verdict.kind, verdict.why) == ("deviation", "user_cast at /to#0")
-
-
-def test_what_torch_does_not_export_is_torchs() -> None:
-    class Branching(Net):
-        def forward(self, x: Tensor) -> Any:
-            return self.l(x) if x.sum() > 0 else -x
-
-    verdict = judged(Subject(Branching(), (torch.randn(4, 6),)), "graph", ("O1",))["O1"]
-    assert verdict.kind == judge.TORCH
-    assert verdict.why.startswith("torch.export: ")
+    subject = Subject(net(forward, factor=nn.Parameter(torch.tensor(0.7))), (torch.randn(6, 6),))
+    verdict = judged(subject, front_end, ("O0", "O1"))["O1"]
+    assert verdict.kind == kind
+    assert verdict.why.startswith(why)
 
 
 @pytest.mark.parametrize("kind", [judge.ERROR, judge.REFUSED, judge.MISMATCH, judge.VERIFICATION])
