@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fxamp
 from tests.support.front_ends import FRESH
-from tests.support.helpers import example
+from tests.support.helpers import example, in_turns
 
 pytestmark = FRESH
 F32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -217,9 +217,9 @@ def low_weight(self: Model, x: Tensor) -> Tensor:
     return F.linear(x.to(self.base.weight.dtype), self.base.weight)
 
 
-@pytest.mark.parametrize("policy", ["O0", "O1", "O2"])
-@pytest.mark.parametrize("ambient", [False, True], ids=["", "ambient autocast"])
-@pytest.mark.parametrize("forward", [low_attribute, low_weight])
+@pytest.mark.parametrize(
+    ("forward", "ambient", "policy"), in_turns([low_attribute, low_weight], [False, True], ["O0", "O1", "O2"])
+)
 def test_a_dtype_of_the_modules_own_is_the_authors(forward: Any, ambient: bool, policy: str) -> None:
     _, got, _ = run(forward, policy, ambient=ambient)
     expected = Model(forward)(example())
@@ -258,8 +258,7 @@ def test_torchs_own_encoder_layer_runs_with_a_padding_mask_under_ambient_autocas
         assert torch.allclose(got.float(), expected.float(), atol=0.05)
 
 
-@pytest.mark.parametrize("ambient", [False, True], ids=["", "ambient autocast"])
-@pytest.mark.parametrize("forward", [*CASTS, *FACTORIES])
+@pytest.mark.parametrize(("forward", "ambient"), in_turns([*CASTS, *FACTORIES], [False, True]))
 def test_o0_is_eager_bit_for_bit(forward: Any, ambient: bool) -> None:
     _, got, _ = run(forward, "O0", ambient=ambient)
     assert torch.equal(got, Model(forward)(example()))

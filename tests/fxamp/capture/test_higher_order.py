@@ -81,59 +81,6 @@ def test_what_a_checkpoint_saves_is_not_more_than_without_fxamp() -> None:
     assert saved(compiled(model)) <= saved(model)
 
 
-def test_both_sides_of_cond_agree() -> None:
-    def f(self: Two, x: Tensor) -> Any:
-        h = self.l(x)
-        return torch.cond(h.sum() > 0, lambda t: self.m(t), lambda t: t * 2, (h,))
-
-    model = Two(f)
-    module = compiled(model)
-    for x in (example(), -example()):
-        with torch.autocast("cpu"):
-            h = model.l(x)
-            expected = model.m(h) if h.float().sum() > 0 else h * 2
-        assert torch.allclose(module(x), expected.float(), atol=1e-2)
-        assert module(x).dtype == F32
-    assert {(d.op, d.colour) for d in fxamp.plan_of(module).decisions if d.graph} >= {("linear", "bfloat16")}
-
-
-def test_loops_carry_what_they_carried() -> None:
-    from torch._higher_order_ops import scan, while_loop
-
-    def looped(self: Two, x: Tensor) -> Any:
-        return while_loop(lambda i, t: i < 3, lambda i, t: (i + 1, self.l(t)), (torch.tensor(0), x))[1]
-
-    def scanned(self: Two, x: Tensor) -> Any:
-        return scan(lambda carry, row: (self.l(carry) + row, self.m(row)), x[0], x)[1]
-
-    for f in (looped, scanned):
-        model, x = Two(f), example()
-        with torch.no_grad():
-            module = compiled(model)
-            got = module(x)
-            expected = model(x)
-        assert got.dtype == expected.dtype == F32
-        assert torch.allclose(got, expected, atol=0.05)
-        inside = {(d.op, d.colour) for d in fxamp.plan_of(module).decisions if d.graph}
-        assert ("linear", "bfloat16") in inside
-
-
-def test_a_body_called_twice_keeps_its_border() -> None:
-    @torch.compiler.nested_compile_region
-    def block(layer: nn.Module, x: Tensor) -> Any:
-        return torch.sin(layer(x))
-
-    def f(self: Two, x: Tensor) -> Any:
-        return block(self.l, block(self.l, x))
-
-    model, x = Two(f), example()
-    module = compiled(model)
-    with torch.autocast("cpu"):
-        expected = model(x)
-    assert torch.allclose(module(x), expected.float(), atol=0.02)
-    assert module(x).dtype == F32
-
-
 def test_transforms_of_torch_func() -> None:
     def mapped(self: Two, x: Tensor) -> Any:
         return torch.vmap(lambda row: self.m(self.l(row)))(x) + self.m(x)

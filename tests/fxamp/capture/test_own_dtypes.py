@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fxamp
 from tests.support.front_ends import FRESH
-from tests.support.helpers import example
+from tests.support.helpers import example, in_turns
 
 pytestmark = FRESH
 BF16, F32 = torch.bfloat16, torch.float32
@@ -82,11 +82,13 @@ def factory_of_a_read(self: Frozen, x: Tensor) -> Any:
     return torch.ones(6, dtype=h.dtype) * 1.1, self.base(x.to(BF16))
 
 
-@pytest.mark.parametrize("policy", ["O1", "O2"])
-@pytest.mark.parametrize("forward", [
+FROZEN = (
     before_a_layer, before_an_output, adapted_layers, after_a_base, cast_far_from_its_base, norm_of_a_base,
     joined_with_a_base, loss_of_a_base, factory_of_a_read,
-])  # fmt: skip
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("forward", "policy"), in_turns(FROZEN, ["O1", "O2"]))
 def test_an_output_has_the_dtype_that_the_model_gives(forward: Callable[..., Any], policy: str) -> None:
     model, x = Frozen(forward), example()
     expected = model(x)
@@ -142,8 +144,9 @@ def computed_with_after_a_break(self: Given, x: Tensor, low: Tensor) -> Any:
     return low.abs() + 1, h.sin()
 
 
-@pytest.mark.parametrize("policy", ["O1", "O2"])
-@pytest.mark.parametrize("forward", [passed_on, aliased, computed_with, computed_with_after_a_break])
+@pytest.mark.parametrize(
+    ("forward", "policy"), in_turns([passed_on, aliased, computed_with, computed_with_after_a_break], ["O1", "O2"])
+)
 def test_what_is_computed_with_a_low_input_has_the_dtype_that_the_model_gives(
     forward: Callable[..., Any], policy: str
 ) -> None:
