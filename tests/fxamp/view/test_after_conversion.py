@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import fxamp
 from fxamp.view.view import runner_of
 from tests.support.front_ends import FRESH
-from tests.support.helpers import TimesHundred, Two, assert_same, example, saved
+from tests.support.helpers import TimesHundred, Two, assert_same, example, in_turns, saved
 
 pytestmark = FRESH
 BF16 = "O1,dtype=bf16"
@@ -323,8 +323,7 @@ AGAIN: dict[str, Callable[[Any], Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("policy", [BF16, OTHER])
-@pytest.mark.parametrize("how", AGAIN)
+@pytest.mark.parametrize(("how", "policy"), in_turns(AGAIN, [OTHER, BF16]))
 def test_a_copy_is_a_view_of_a_copy_and_shares_nothing(how: str, policy: str) -> None:
     model = Net()
     view = fxamp.convert(model, (example(),), policy=policy)
@@ -404,8 +403,7 @@ GRAPHS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {  # torch expor
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("policy", [BF16, OTHER])
-@pytest.mark.parametrize("what", GRAPHS)
+@pytest.mark.parametrize(("what", "policy"), in_turns(GRAPHS, [OTHER, BF16]))
 def test_a_graph_of_a_view_is_called_pickled_copied_exported_and_printed(what: str, policy: str) -> None:
     forward, ways = GRAPHS[what]
     torch.manual_seed(0)
@@ -438,9 +436,9 @@ KINDS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("when", ["before", "later"])
-@pytest.mark.parametrize("whose", ["root", "child", "view", "all"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "whose", "when"), in_turns(KINDS, ["root", "child", "view", "all"], ["before", "later"])
+)
 def test_a_hook_fires_at_each_call_until_it_is_removed(kind: str, whose: str, when: str) -> None:
     model, x, seen = Two(), example(), list[int]()
     view = fxamp.convert(model, policy=BF16)

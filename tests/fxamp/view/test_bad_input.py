@@ -266,21 +266,6 @@ def test_the_plan_of_another_model_is_refused_at_a_first_call_too() -> None:
         view(X)
 
 
-@pytest.mark.parametrize("inputs", [(X.bfloat16(),), None], ids=["inputs", "first call"])
-def test_trainable_low_parameters_are_refused_in_train_mode(inputs: Any) -> None:
-    model = Two().bfloat16()
-
-    def convert() -> Any:
-        return fxamp.convert(model, inputs)(X.bfloat16())
-
-    with pytest.raises(fxamp.PolicyError, match=r"'l\.weight' \(bfloat16\).*model\.float\(\).*requires_grad_\(False\)"):
-        convert()
-    with torch.no_grad():
-        convert()
-    model.requires_grad_(False)
-    assert convert().dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize(
     ("call", "error", "said"),
     [
@@ -297,9 +282,3 @@ def test_what_was_not_converted_or_not_captured_has_no_plan(
 ) -> None:
     with pytest.raises(error, match=said):
         call()
-
-
-def test_a_view_of_fp16_weights_in_eval_is_not_refused_and_notes_them() -> None:
-    model = Two(lambda self, x: F.relu(self.l(x))).bfloat16().eval()
-    view = fxamp.convert(model, (X.bfloat16(),))
-    assert any("trainable parameter(s) are low" in note for note in fxamp.plan_of(view).notes)

@@ -18,7 +18,7 @@ import fxamp
 from fxamp.view import function
 from passes._torch import TorchDispatchMode
 from tests.support.front_ends import FRESH, under_autocast
-from tests.support.helpers import Two, assert_same, assert_untouched, example, fingerprint
+from tests.support.helpers import Two, assert_same, assert_untouched, example, fingerprint, in_turns
 
 pytestmark = FRESH
 
@@ -193,8 +193,7 @@ RIGHT: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-@pytest.mark.parametrize("what", RIGHT)
+@pytest.mark.parametrize(("what", "level"), in_turns(RIGHT, ["O0", "O1", "O2"]))
 def test_what_is_right_is_converted_and_nothing_is_used_up(what: str, level: str) -> None:
     torch.manual_seed(0)
     model, x = Two(RIGHT[what]), example()

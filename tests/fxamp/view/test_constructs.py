@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxamp
 from tests.support.front_ends import FRESH, exported, under_autocast
-from tests.support.helpers import TimesHundred, Two, assert_is_eager, assert_same, example
+from tests.support.helpers import TimesHundred, Two, assert_is_eager, assert_same, example, in_turns
 
 pytestmark = FRESH
 
@@ -395,8 +395,9 @@ def test_a_view_keeps_it(construct: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("construct", [name for name in CONSTRUCTS if name not in NOT_EXPORTED])
+@pytest.mark.parametrize(
+    ("construct", "training"), in_turns([name for name in CONSTRUCTS if name not in NOT_EXPORTED], [True, False])
+)
 def test_the_pass_over_an_export_keeps_it(construct: str, training: bool) -> None:
     build, inputs = CONSTRUCTS[construct]
     torch.manual_seed(0)
@@ -516,8 +517,7 @@ def program() -> Any:
 
 
 @pytest.mark.usefixtures("program")
-@pytest.mark.parametrize("with_inputs", [True, False], ids=["inputs", "first call"])
-@pytest.mark.parametrize("what", STATE)
+@pytest.mark.parametrize(("what", "with_inputs"), in_turns(STATE, [True, False]))
 def test_a_write_is_kept_and_conversion_leaves_the_state_alone(what: str, with_inputs: bool) -> None:
     found = []
     for converted in (False, True):

@@ -26,6 +26,7 @@ from torch.nn.utils import parametrize
 
 import fxamp
 from tests.support.front_ends import FRESH
+from tests.support.helpers import in_turns
 
 pytestmark = FRESH
 
@@ -285,8 +286,7 @@ def _outputs(name: str, convert: Callable[[Model], Any]) -> list[Tensor]:
         return [*outputs, *(module(X).detach().clone() for _ in range(3))]
 
 
-@pytest.mark.parametrize("with_inputs", [False, True], ids=["first call", "inputs"])
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(("name", "with_inputs"), in_turns(PROGRAMS, [False, True]))
 def test_a_view_follows_it(name: str, with_inputs: bool) -> None:
     expected = _outputs(name, lambda model: model)
     inputs = (X,) if with_inputs else None
