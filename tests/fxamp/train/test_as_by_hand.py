@@ -187,16 +187,6 @@ def test_fifty_steps_with_random_overflows_are_bit_equal_to_gradscaler(
 
 
 @pytest.mark.usefixtures("eager_and_traced")
-def test_two_optimizers_with_clipping_are_bit_equal_where_both_overflow_together() -> None:
-    batches = make_batches(STEPS, both=True)
-    how: dict[str, Any] = {"two": True, "accumulate": 1, "clip": 0.5}
-    ours = train_with_trainstep(LossScaler(growth_interval=4), batches, **how)
-    theirs = train_by_hand(GradScaler("cpu", growth_interval=4), batches, **how)
-    assert_same_run(ours, theirs)
-    assert {(True, True), (False, False)} == set(ours.stepped)
-
-
-@pytest.mark.usefixtures("eager_and_traced")
 def test_static_and_disabled_scalers_are_bit_equal_to_gradscaler() -> None:
     finite = [(x, (labels, 1.0, 1.0)) for x, (labels, _, _) in make_batches(STEPS, both=True)]
     how: dict[str, Any] = {"two": False, "accumulate": 1, "clip": 0.5}
@@ -204,27 +194,6 @@ def test_static_and_disabled_scalers_are_bit_equal_to_gradscaler() -> None:
     assert_same_run(off, train_by_hand(GradScaler("cpu", enabled=False), finite, **how))
     static = train_with_trainstep(LossScaler(init_scale=1024.0, growth_interval=4, dynamic=False), finite, **how)
     assert_same_run(static, train_by_hand(GradScaler("cpu", init_scale=1024.0, growth_interval=2000), finite, **how))
-
-
-@pytest.mark.usefixtures("eager_and_traced")
-def test_fused_optimizer_is_bit_equal_to_gradscaler() -> None:
-    batches = make_batches(STEPS, both=True)
-    torch.manual_seed(0)
-    ours, theirs = TwoHeads(), TwoHeads()
-    theirs.load_state_dict(ours.state_dict())
-    scaler = GradScaler("cpu", growth_interval=4)
-    optimizer = Adam(theirs.parameters(), lr=0.01, fused=True)
-    loss_scaler = LossScaler(growth_interval=4, max_skips=20)
-    step = TrainStep(ours, loss_fn, Adam(ours.parameters(), lr=0.01, fused=True), scaler=loss_scaler)
-    for x, target in batches:
-        before = weights(theirs)
-        scaler.scale(loss_fn(theirs(x), target)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        assert step(x, target).stepped == (not all(map(torch.equal, before, weights(theirs))))
-        assert loss_scaler.get_scale() == scaler.get_scale()
-    assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
 
 
 @pytest.mark.usefixtures("eager_and_traced")

@@ -19,6 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 import fxamp
 from fxamp.train.step import TrainStep
 from passes.contract.errors import PolicyError
+from tests.support.helpers import in_turns
 from tests.support.processes import in_another_process
 
 X = torch.randn(12, 3, 4, generator=torch.Generator().manual_seed(0))
@@ -72,8 +73,7 @@ def tensors_of(step: TrainStep) -> list[Tensor]:
 
 @pytest.mark.usefixtures("eager_and_traced")
 @pytest.mark.parametrize("policy", ["O1,dtype=fp16", pytest.param("O2,dtype=bf16", marks=pytest.mark.matrix)])
-@pytest.mark.parametrize("on_overflow", ["skip_window", "skip_microbatch"])
-@pytest.mark.parametrize("stop", [3, 4, 5, 6])
+@pytest.mark.parametrize(("stop", "on_overflow"), in_turns([3, 4, 5, 6], ["skip_window", "skip_microbatch"]))
 def test_a_run_stopped_anywhere_goes_on_bit_for_bit(stop: int, on_overflow: str, policy: str) -> None:
     step = build(policy, on_overflow=on_overflow)
     torch.manual_seed(7)  # for dropout

@@ -16,6 +16,7 @@ from torch.optim import SGD
 
 import fxamp
 from fxamp.train.step import TrainStep
+from tests.support.helpers import in_turns
 
 
 @pytest.fixture(autouse=True)
@@ -125,8 +126,7 @@ WAYS: list[Callable[[Any], None]] = [by_the_backend, by_compile, by_step, by_con
 
 
 @pytest.mark.filterwarnings("ignore:FP16 gradients without a loss scale")
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", [LargeGradients, ExactWithin])
+@pytest.mark.parametrize(("way", "kind"), in_turns(WAYS, [LargeGradients, ExactWithin]))
 def test_gradients_are_those_of_eager_autocast(kind: Any, way: Callable[[Any], None]) -> None:
     eager, ours = kind(), kind()
     ours.load_state_dict(eager.state_dict())

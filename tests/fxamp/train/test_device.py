@@ -20,6 +20,7 @@ from fxamp.train import update
 from fxamp.train.result import to_host
 from fxamp.train.step import TrainStep
 from passes.contract.errors import ScaleCollapseError
+from tests.support.helpers import in_turns
 
 X = torch.tensor([[1.0, 2.0, 3.0, 4.0], [0.5, 0.25, 2.0, 1.0]])
 
@@ -70,9 +71,10 @@ def auto_scaler() -> fxamp.LossScaler:
 # ------------------------------------------------------------------------------------- reads
 
 
-@pytest.mark.parametrize("on_overflow", ["skip_window", "skip_microbatch"])
-@pytest.mark.parametrize("clip", [None, 1.0])
-@pytest.mark.parametrize("optimizer", [fused_adamw, fused_sgd])
+@pytest.mark.parametrize(
+    ("optimizer", "clip", "on_overflow"),
+    in_turns([fused_adamw, fused_sgd], [None, 1.0], ["skip_window", "skip_microbatch"]),
+)
 def test_five_steps_of_a_fused_optimizer_under_loss_scaling_read_nothing(
     optimizer: Any, clip: float | None, on_overflow: str
 ) -> None:

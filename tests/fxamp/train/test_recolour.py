@@ -86,8 +86,8 @@ def test_the_healed_run_ends_as_one_in_fp32_within_its_spread_over_seeds() -> No
         torch._dynamo.reset()
         model = Net()
         step = step_of(model, policy, scaler=None if policy == "O0" else scaler())
-        for i in range(300):
-            if i == 100 and planted:
+        for i in range(150):
+            if i == 50 and planted:
                 grow(model)
             step(*batch(1000 * order + i))
         with torch.no_grad():

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import io
-import itertools
-import math
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -15,11 +13,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.amp import GradScaler
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrize
-from torch.optim import SGD, AdamW
-from torch.optim.lr_scheduler import StepLR
+from torch.optim import SGD
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -100,80 +96,6 @@ def casts_of(run: Callable[[], object]) -> int:
 
 
 # ------------------------------------------------------------------------------------- the same bits
-
-
-def _train(
-    weights: str | None, policy: str, steps: int, accumulate: int, clip: float | None, compile: bool | str = False
-) -> list[Any]:
-    """Train by TrainStep, or by hand where `weights` is None; return all that a run shows."""
-    model = converted(policy)
-    decayed = [p for p in model.parameters() if p.dim() > 1]
-    plain = [p for p in model.parameters() if p.dim() <= 1]
-    optimizers = [AdamW(decayed, lr=0.01), SGD(plain, lr=0.05, momentum=0.9)]
-    schedulers = [StepLR(o, 20, 0.7) for o in optimizers]
-    generator = torch.Generator().manual_seed(1)
-    factors = [{0: math.inf, 1: 1e36}.get(int(torch.randint(20, (1,), generator=generator)), 1.0) for _ in range(steps)]
-    shown: list[Any] = []
-    if weights is None:
-        by_hand = GradScaler("cpu", growth_interval=3)
-        for index in range(steps):
-            for micro in range(accumulate):
-                ids = batch(index * accumulate + micro)
-                loss = loss_of(model(ids), (ids, factors[index] if micro == 1 % accumulate else 1.0))
-                by_hand.scale(loss / accumulate).backward()
-            norm = torch.zeros(())
-            if clip is not None:
-                for optimizer in optimizers:
-                    by_hand.unscale_(optimizer)
-                norm = nn.utils.clip_grad_norm_([*decayed, *plain], clip)
-            for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
-                before = [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
-                if norm.isfinite():
-                    by_hand.step(optimizer)
-                if not all(map(torch.equal, before, optimizer.param_groups[0]["params"])):
-                    scheduler.step()
-            by_hand.update()
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            shown.append((by_hand.get_scale(), [s.get_last_lr()[0] for s in schedulers]))
-    else:
-        scaler = fxamp.LossScaler(growth_interval=3)
-        step = TrainStep(
-            model, loss_of, optimizers, scaler=scaler, accumulate_steps=accumulate, max_grad_norm=clip,
-            scheduler=schedulers, weights=weights, compile=compile,  # type: ignore[arg-type]
-        )  # fmt: skip
-        for index in range(steps):
-            for micro in range(accumulate):
-                ids = batch(index * accumulate + micro)
-                step(ids, (ids, factors[index] if micro == 1 % accumulate else 1.0))
-            shown.append((scaler.get_scale(), [s.get_last_lr()[0] for s in schedulers]))
-    return [shown, [p.detach().clone() for p in model.parameters()]]
-
-
-@pytest.mark.parametrize(
-    ("policy", "accumulate", "clip", "steps"),
-    [
-        ("O1,dtype=fp16", 3, 0.5, 20),
-        pytest.param("O2,dtype=bf16", 1, None, 20, marks=pytest.mark.matrix),
-        *(
-            pytest.param(policy, accumulate, clip, 200, marks=pytest.mark.matrix)
-            for policy in ("O1,dtype=fp16", "O2,dtype=bf16")
-            for accumulate, clip in ((1, None), (3, 0.5))
-        ),
-    ],
-)
-def test_steps_are_those_of_a_gradscaler_loop_by_hand(
-    policy: str, accumulate: int, clip: float | None, steps: int
-) -> None:
-    expected = _train(None, policy, steps, accumulate, clip)
-    scales = [scale for scale, _ in expected[0]]
-    assert {2.0, 0.5} <= {b / a for a, b in itertools.pairwise(scales)}
-    compiled: tuple[bool | str, ...] = (False, "aot_eager")
-    for compile in compiled:
-        for weights in ("per_use", "per_step"):
-            shown, parameters = _train(weights, policy, steps, accumulate, clip, compile)
-            assert shown == expected[0]
-            assert all(map(torch.equal, parameters, expected[1]))
 
 
 @pytest.mark.usefixtures("eager_and_traced")
