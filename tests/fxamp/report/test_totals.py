@@ -25,8 +25,13 @@ from reports.subjects import converted, subject, unchanged
 from reports.zoo import ZOO
 from tests.fxamp.report.page.test_page import Page
 
-FEW = ("lenet5", "hf_bert", "hf_gpt2", "resnet18")
-MODELS = [name if name in FEW else pytest.param(name, marks=pytest.mark.matrix) for name in (z.name for z in ZOO)]
+MATRIX = pytest.mark.matrix
+POLICIES = ("O1,dtype=bf16", "O2,dtype=bf16")
+FEW = [*zip(("lenet5", "hf_bert", "hf_gpt2", "resnet18"), POLICIES * 2, strict=True)]
+MODELS = [
+    pytest.param(zoo.name, policy, marks=() if (zoo.name, policy) in FEW else MATRIX)
+    for zoo in ZOO for policy in POLICIES
+]  # fmt: skip
 
 
 class Modes(nn.Module):
@@ -59,8 +64,7 @@ def casts_of(module: nn.Module) -> list[int]:
     return [sum(is_inserted(n) for n in graphs[number].graph.nodes) for number in sorted(graphs)]
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("policy", ["O1,dtype=bf16", "O2,dtype=bf16"])
+@pytest.mark.parametrize(("name", "policy"), MODELS)
 def test_every_form_of_every_state_has_the_same_totals(name: str, policy: str) -> None:
     module = converted(name, policy)
     report = fxamp.report(module)
@@ -86,7 +90,7 @@ def test_every_form_of_every_state_has_the_same_totals(name: str, policy: str) -
     assert [int(cell) for cell in row.split()[3:]] == [state.totals.casts for state in states]
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", [name for name, _ in FEW])
 def test_the_totals_of_a_state_are_what_a_call_in_it_keeps(name: str) -> None:
     found, module = subject(name), converted(name, "O1,dtype=bf16")
     for state, training in zip(fxamp.report(module).record.states, (True, False), strict=False):
@@ -96,8 +100,7 @@ def test_the_totals_of_a_state_are_what_a_call_in_it_keeps(name: str) -> None:
         assert state.totals.saved_bytes == pytest.approx(counted, rel=0.01)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("policy", ["O1,dtype=bf16", "O2,dtype=bf16"])
+@pytest.mark.parametrize(("name", "policy"), MODELS)
 def test_the_casts_of_a_state_are_those_that_a_call_in_it_makes(name: str, policy: str) -> None:
     found, module = subject(name), converted(name, policy).eval()  # in training, attention with dropout casts inside
     with unchanged(found.model):
@@ -112,7 +115,7 @@ def test_the_casts_of_a_state_are_those_that_a_call_in_it_makes(name: str, polic
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of a module that torch imports
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=MATRIX)])
 def test_behind_a_compiler_figures_are_planned_and_what_it_keeps_is_measured(backend: str) -> None:
     found = subject("lenet5")
     view = fxamp.convert(found.zoo.build(), found.args, policy="O1,dtype=bf16", backend=backend)
