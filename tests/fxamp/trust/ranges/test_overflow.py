@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import fxamp
 from passes.contract.errors import PolicyError
 from tests.support.exported import program_of
+from tests.support.helpers import in_turns
 
 F = nn.functional
 SOURCE = Path(__file__).read_text(encoding="utf-8").splitlines()
@@ -183,9 +184,8 @@ PLANTED: dict[str, tuple[Callable[[Tensor], Tensor], str, str, bool, bool]] = {
 }
 
 
-@pytest.mark.parametrize("policy", [O1, O2])
 @pytest.mark.parametrize("ahead", [True, pytest.param(False, marks=pytest.mark.matrix)])
-@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.parametrize(("name", "policy"), in_turns(PLANTED, [O1, O2]))
 def test_what_is_planted_is_found_and_cured(name: str, ahead: bool, policy: str) -> None:
     planted, comment, kind, backward, curable = PLANTED[name]
     model = Net(planted)
