@@ -238,8 +238,8 @@ TRIED = {"always": 260, "weights": 213, "never": 213}
 @pytest.mark.parametrize("mode", [*MODES, "storage"])
 def test_the_cut_moves_what_the_best_placement_moves(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Policy, "sharing", mode)
-    results = [r for seed in range(12) if (r := judged(seed)) is not None]
-    assert len(results) > 5
+    results = [r for seed in range(6) if (r := judged(seed)) is not None]
+    assert len(results) > 3
     assert [r for r in results if r.chosen != r.best] == []
 
 
