@@ -329,13 +329,6 @@ class LossScaler(torch.amp.GradScaler):
             self.unscale_(optimizer)
         return torch.as_tensor(self._held_back(optimizer))
 
-    def _unscale_again(self, optimizer: Optimizer) -> None:
-        """Unscale the gradients of `optimizer`, even if that was done before, without a check for inf and NaN."""
-        inverse = self._inverse_scale()
-        with torch.no_grad():
-            for _, gradient in self._gradients([optimizer]):
-                gradient.mul_(inverse.to(gradient.device))
-
     def _inverse_scale(self) -> torch.Tensor:
         """Return the factor that unscales gradients, as GradScaler computes it: an FP32 tensor of shape ()."""
         if self._scale is None:

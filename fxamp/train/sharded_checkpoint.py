@@ -26,7 +26,8 @@ from torch.optim.swa_utils import AveragedModel
 from passes._torch import OptimizedModule
 from passes.contract.errors import PolicyError
 
-from .checkpoint import allowed, beside, course_of, load_course, random_state, refuse_other_settings, set_random_state
+from ..trust.preserved import random_state, set_random_state
+from .checkpoint import allowed, beside, course_of, load_course, refuse_other_settings
 from .state import TrainState
 from .window import parameters
 
