@@ -15,9 +15,9 @@ from passes.contract.errors import PolicyError
 from passes.contract.plan import Plan
 
 from ..trust.preserved import random_state, set_random_state
+from ..view.switch import switch_views
 from .scaler import Tally
 from .state import TrainState
-from .switch import switch_views
 from .window import ByHand, Window, parameters
 
 _KEYS = ("settings", "model", "beside", "optimizers", "schedulers", "ema", "scaler", "windows", "position",

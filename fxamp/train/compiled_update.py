@@ -7,6 +7,7 @@ their step, which a graph would not show, and optimizers without state yet, whos
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -20,7 +21,7 @@ from passes._torch import dynamo_errors, global_optimizer_hooks
 from .compiler import CompileSettings, Region
 from .ranks.ranks import total_norm
 from .result import HeldBack
-from .update import AtEnd, Update, clip, has_state, is_fused, take_step
+from .update import AtEnd, Update, clip, has_state, is_fused, state_of, step_or_restore, take_step
 from .window import gradients, live
 
 
@@ -92,8 +93,7 @@ class CompiledUpdate:
             return take_step(end)
         optimizers, scaler = end.optimizers, end.scaler
         stepped = [live([o]) for o in optimizers]
-        states = [[t for p in params for t in o.state.get(p, {}).values() if isinstance(t, Tensor)]
-                  for o, params in zip(optimizers, stepped, strict=True)]  # fmt: skip
+        states = [state_of(o) for o in optimizers]
         inverse = scaler._inverse_scale() if scaler.is_enabled() else None
         try:
             with self._rates_as_tensors(optimizers), torch.no_grad():
@@ -151,13 +151,12 @@ def update_region(
         norm = total_norm([p.grad for p in together if p.grad is not None])
         clip(together, max_grad_norm, norm)
     for optimizer, params, state, held in zip(optimizers, stepped, states, founds, strict=True):
-        changed = [*params, *state]
-        before = [] if held is None else [t.clone() for t in changed]
         # Without torch's wrappers: hooks, a profiler mark, and a graph break.
-        inspect.unwrap(type(optimizer).step)(optimizer)
-        if held is not None:
-            for now, then in zip(changed, before, strict=True):
-                now.copy_(torch.where(held.to(now.device) != 0, then, now))
+        step = functools.partial(inspect.unwrap(type(optimizer).step), optimizer)
+        if held is None:
+            step()
+        else:
+            step_or_restore(step, [*params, *state], held)
     return founds, norm
 
 

@@ -16,8 +16,9 @@ from passes.contract.errors import CaptureError, PolicyError
 from passes.contract.policy import Policy
 
 from ..capture import compiled
+from ..capture.parameters import require_fp32
 from ..view.view import is_view, runner_of
-from .scaler import LossScaler, refuse_low_parameters, require_scale
+from .scaler import LossScaler, require_scale
 from .update import needs_closure
 from .window import parameters
 
@@ -80,8 +81,8 @@ def optimizers_of(optimizer: object, model: nn.Module) -> tuple[Optimizer, ...]:
             name = names.setdefault(id(param), f"parameter {place} of optimizer {index} (shape {tuple(param.shape)})")
             if owner.setdefault(id(param), index) != index:
                 raise PolicyError(f"{name} is in two optimizers: its gradient would be unscaled twice")
-    refuse_low_parameters(model.named_parameters())
-    refuse_low_parameters((names[id(param)], param) for one in optimizers for param in parameters(one))
+    require_fp32(model.named_parameters())
+    require_fp32((names[id(param)], param) for one in optimizers for param in parameters(one))
     trained = {id(p) for p in model.parameters() if p.requires_grad}
     if trained and not trained & owner.keys():
         raise PolicyError(

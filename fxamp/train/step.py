@@ -11,7 +11,6 @@ A *window* is the micro-batches whose gradients one optimizer step takes: `accum
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from passes.contract.plan import Plan
 from passes.contract.policy import Policy
 
 from ..trust.given_step import require_loss
+from ..view.switch import switch_views
 from . import checkpoint, given
 from .collapse import first_overflow, recolour
 from .compiled_step import CompiledStep
@@ -34,7 +34,6 @@ from .ranks.ranks import exchange
 from .result import HostFlag, StepResult
 from .scaler import Tally, collapsed
 from .state import TrainState
-from .switch import switch_views
 from .update import AtEnd, Update, step_by_closure, take_step
 from .weights import WeightCasts
 from .window import (
@@ -376,12 +375,6 @@ class TrainStep(TrainState):
         """
         self.load_state_dict(torch.load(path, map_location="cpu"), allow=allow)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> TrainStep:
-        """Copy the step with its model and optimizers, between windows: copies of parameters have no gradients."""
-        new = memo[id(self)] = TrainStep.__new__(TrainStep)
-        new.__setstate__({key: copy.deepcopy(value, memo) for key, value in self.__getstate__().items()})
-        return new
-
     def __getstate__(self) -> dict[str, Any]:
         if self.position:
             raise PolicyError("a TrainStep cannot be copied within a window: call flush() first, or save state_dict()")
@@ -401,6 +394,12 @@ class TrainStep(TrainState):
         try:
             yield
         except BaseException:
+            if self.position:
+                self.say(
+                    "abandoned",
+                    f"an error left a window after {self.position} of {self.accumulate_steps} micro-batches, whose "
+                    "gradients are gone: the next call begins a new window",
+                )
             self.close_window()
             raise
 

@@ -117,9 +117,6 @@ def clip(params: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
             local(gradient).mul_(factor.to(gradient.device))
 
 
-# ------------------------------------------------------------------------------------- one optimizer
-
-
 def is_fused(optimizer: Optimizer) -> bool:
     """Say whether an optimizer takes the loss scale and found_inf itself, on the device."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
@@ -188,7 +185,7 @@ def step_where_finite(optimizer: Optimizer, found_inf: bool | Tensor) -> bool | 
                 del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
             return found_inf
         if is_undoable(optimizer):
-            step_or_restore(optimizer, found_inf)
+            step_or_restore(optimizer.step, [*live([optimizer]), *state_of(optimizer)], found_inf)
             return found_inf
         found_inf = bool(found_inf)
     if not found_inf:
@@ -196,19 +193,19 @@ def step_where_finite(optimizer: Optimizer, found_inf: bool | Tensor) -> bool | 
     return found_inf
 
 
+def state_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the state of the parameters that have gradients, as far as it is tensors."""
+    values = (value for p in live([optimizer]) for value in optimizer.state.get(p, {}).values())
+    return [value for value in values if isinstance(value, Tensor)]
+
+
 @torch.no_grad()
-def step_or_restore(optimizer: Optimizer, found_inf: Tensor) -> None:
-    """Step, and undo the step if `found_inf` is not 0. The optimizer's whole state must exist already."""
-    stepped = live([optimizer])
-    before = [p.clone() for p in stepped]
-    states = [{k: v.clone() for k, v in optimizer.state[p].items() if isinstance(v, Tensor)} for p in stepped]
-    optimizer.step()
-    for p, old, state in zip(stepped, before, states, strict=True):
-        for now, then in [(p, old), *((optimizer.state[p][key], value) for key, value in state.items())]:
-            now.copy_(torch.where(found_inf.to(now.device) != 0, then, now))
-
-
-# ------------------------------------------------------------------------------------- optimizers that call a closure
+def step_or_restore(step: Callable[[], object], changes: Sequence[Tensor], found_inf: Tensor) -> None:
+    """Step, and undo what it `changes` if `found_inf` is not 0. An optimizer's whole state must exist already."""
+    before = [tensor.clone() for tensor in changes]
+    step()
+    for now, then in zip(changes, before, strict=True):
+        now.copy_(torch.where(found_inf.to(now.device) != 0, then, now))
 
 
 def needs_closure(optimizer: Optimizer) -> bool:

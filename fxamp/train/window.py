@@ -34,9 +34,6 @@ Weight = float | Tensor
 UNWEIGHTED: float = float("1.0")  # the object itself says that no weight was given; all ranks give weights, or none
 
 
-# ------------------------------------------------------------------------------------- losses
-
-
 def loss_of(model: nn.Module, loss_fn: LossFunction | None, inputs: Any, target: Any) -> tuple[Tensor, Any]:
     """Call the model on inputs, and the loss function on its output and a target; return the loss and the output."""
     output = output_of(model, inputs)
@@ -50,9 +47,6 @@ def refuse_constant(loss: Tensor, optimizers: Iterable[Optimizer]) -> None:
             "the loss does not depend on any trainable parameter: look for torch.no_grad(), .detach() or "
             ".item() in the model or in loss_fn"
         )
-
-
-# ------------------------------------------------------------------------------------- gradients
 
 
 def parameters(optimizer: Optimizer) -> list[Tensor]:
@@ -124,9 +118,6 @@ class KeptMicroBatches:
             else:
                 p.grad = before
         self._sums.clear()
-
-
-# ------------------------------------------------------------------------------------- the window
 
 
 class Mean(NamedTuple):
@@ -279,8 +270,7 @@ class ByHand:
     """What a TrainStep left after its last micro-batch and its last window, compared with what the next one finds."""
 
     def __init__(self) -> None:
-        self._gradients = False  # whether the micro-batches of this window left any
-        self._versions: list[int | None] = []  # of one weight of each optimizer, within a window
+        self._versions: list[int | None] = []  # of a weight of each optimizer that has a gradient, within a window
         self._epochs: list[tuple[int, ...]] = []  # of each scheduler, between windows
         self._cleared: list[Tensor] = []  # the parameters that had gradients in the last window
         self._recorded = -1  # the number of autograd's next op when it ended
@@ -288,12 +278,10 @@ class ByHand:
     def after_micro_batch(self, optimizers: Sequence[Optimizer]) -> None:
         """Note the state within a window."""
         self._versions = list(map(_version, optimizers))
-        self._gradients = any(version is not None for version in self._versions)
 
     def after_window(self, schedulers: Sequence[LRScheduler], cleared: list[Tensor]) -> None:
         """Note the state between windows, and the parameters whose gradients were cleared."""
-        self._gradients, self._versions = False, []
-        self._cleared, self._recorded = cleared, sequence_number()
+        self._versions, self._cleared, self._recorded = [], cleared, sequence_number()
         self._epochs = list(map(_epochs_of, schedulers))
 
     def found(
@@ -304,7 +292,8 @@ class ByHand:
         Raises:
             PolicyError: Gradients were cleared within a window.
         """
-        if self._gradients and first_with_gradient(optimizers) is None:
+        had = any(version is not None for version in self._versions)
+        if had and first_with_gradient(optimizers) is None:
             raise PolicyError(
                 f"the gradients of {position} of the window's {accumulate_steps} micro-batches were cleared "
                 "before the next one: leave out zero_grad(). A TrainStep clears gradients itself, after each window."
