@@ -173,7 +173,7 @@ class TrainState:
             "max_grad_norm": self.max_grad_norm,
         }
 
-    def compare_ranks(self) -> None:
+    def _compare_ranks(self) -> None:
         """Refuse, on all ranks, settings that they cannot share or that differ. Only the first call checks."""
         if "ranks" in self.said:
             return
@@ -194,9 +194,9 @@ class TrainState:
             refuse_differences(told, ranks.groups, self.model)
         self.said.add("ranks")
 
-    def before_micro_batch(self) -> None:
+    def _before_micro_batch(self) -> None:
         """Make the checks of each micro-batch; name a model in eval mode each time anew."""
-        self.compare_ranks()
+        self._compare_ranks()
         for about, text in self.by_hand.found(self.optimizers, self.schedulers, self.position, self.accumulate_steps):
             self.say(about, text)
         if self.model.training:
@@ -208,7 +208,7 @@ class TrainState:
                 "norms stay. Call train() before.",
             )
 
-    def warn_of_fp32(self) -> None:
+    def _warn_of_fp32(self) -> None:
         """Say that a model is not converted, once, after its first forward: it trains in FP32, perhaps by mistake."""
         if "fp32" in self.said:
             return

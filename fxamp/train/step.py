@@ -193,7 +193,7 @@ class TrainStep(TrainState):
     def _run(self, inputs: Any, target: Any, scale: float | None, weight: Weight) -> StepResult:
         window = self.open_window(scale)
         with self._abandoning():
-            self.before_micro_batch()
+            self._before_micro_batch()
             with self._exchanging(window):
                 with range_of("forward"):
                     if self.compiled is None:
@@ -225,7 +225,7 @@ class TrainStep(TrainState):
         self._refuse_own_loss()
         with self._abandoning():
             window = self.open_window(scale)
-            self.before_micro_batch()
+            self._before_micro_batch()
             with self._exchanging(window):
                 yield window
 
@@ -292,7 +292,7 @@ class TrainStep(TrainState):
             >>> step(x, y).reason, step.flush().reason
             ('accumulating', 'stepped')
         """
-        self.compare_ranks()
+        self._compare_ranks()
         total = self.ranks.seen(self.position)
         if not total:
             return self._result(self.opened or Window(self.scaler), Update({}))
@@ -408,7 +408,7 @@ class TrainStep(TrainState):
         return self.ranks.exchanging(window.position + 1 == self.accumulate_steps and window.kept is None)
 
     def _backward(self, window: Window, loss: Tensor, weight: Weight, batch: Any) -> None:
-        self.warn_of_fp32()
+        self._warn_of_fp32()
         if self.undecided:
             self._decide(window)
         if self.closes and weight is not UNWEIGHTED:
