@@ -172,11 +172,10 @@ def loss_of(output: Any, target: Any, loss: Loss, *, any_will_do: bool = False) 
     """
     if loss is not None:
         found = loss(output) if target is None else loss(output, target)
-        if not isinstance(found, Tensor) or found.numel() != 1:
-            raise PolicyError(f"loss= gives a tensor of one element, not {_described(found)}.")
+        require_loss(found)
         return found, ()
     if target is not None:
-        raise PolicyError("a target was given without loss=: give both, or leave out the target.")
+        raise PolicyError("a target was given without a loss function: give both, or leave out the target.")
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     found = output if found is None and isinstance(output, Tensor) and not output.dim() else found
     if isinstance(found, Tensor) and found.is_floating_point() and found.numel() == 1:
@@ -190,9 +189,15 @@ def loss_of(output: Any, target: Any, loss: Loss, *, any_will_do: bool = False) 
     if found is not None:
         what = f"a loss that is {_described(found)}, not a tensor of one element"
     raise PolicyError(
-        f"the output ({type(output).__name__}) has {what}: give loss=, a function of the output, or of output and "
-        "target, that returns a tensor of one element."
+        f"the output ({type(output).__name__}) has {what}: give loss= (loss_fn of a TrainStep), a function of the "
+        "output, or of output and target, that returns a tensor of one element."
     )
+
+
+def require_loss(loss: object) -> None:
+    """Raise PolicyError unless a loss is a tensor of one element."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise PolicyError(f"the loss must be a tensor of one element, not {_described(loss)}.")
 
 
 def _described(value: Any) -> str:
