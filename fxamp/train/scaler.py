@@ -21,8 +21,9 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from passes.contract.errors import FP32_PARAMETERS, PolicyError, ScaleCollapseError
+from passes.contract.errors import PolicyError, ScaleCollapseError
 
+from ..capture.parameters import FP32_PARAMETERS
 from .ranks.ranks import agree, groups_of, is_spread, local
 
 HISTORY_LENGTH = 128

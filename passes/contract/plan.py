@@ -369,12 +369,7 @@ def _between(decisions: Sequence[Decision], first: int | None, end: int | None) 
 
 
 def joined(plans: Sequence[Plan], states: Sequence[str]) -> Plan:
-    """Return one plan for a model with several states.
-
-    Args:
-        plans: the plan of each state.
-        states: their names.
-    """
+    """Return one plan for a model with several states, from the plan of each and their names."""
     if len(plans) == 1:
         return plans[0]
     decisions, firsts = list(plans[0].decisions), [0]

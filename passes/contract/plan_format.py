@@ -18,16 +18,7 @@ LONGEST = 64 << 20  # characters; 50,000 nodes take 13 MB
 
 
 def strictly(text: str, name: str, what: str) -> Any:
-    """Read JSON without duplicate keys, NaN and infinities.
-
-    Args:
-        text: to read.
-        name: what errors call it.
-        what: what the text should be.
-
-    Raises:
-        PlanError: the text is not such JSON, or longer than any model needs.
-    """
+    """Read JSON without duplicate keys, NaN and infinities; errors call it `name`, and say `what` it should be."""
     if len(text) > LONGEST:
         raise PlanError(f"{name}: not a {what} (longer than {LONGEST >> 20} MB, which no model needs); {REMEDY}")
     try:
@@ -121,22 +112,8 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-# JSON types of the fields that are not text.
-_FIELD_TYPES: dict[str, type[Any]] = {
-    "graph": int,
-    "inserted_casts": int,
-    "casts": int,
-    "version": int,
-    "causes": list,
-    "notes": list,
-    "decisions": list,
-    "states": list,
-    "complete": bool,
-    "edits": dict,
-    "totals": dict,
-    "certificate": dict,
-    "timings": dict,
-}
+# The JSON types of annotations; all others are text.
+_JSON_TYPES: dict[str, type[Any]] = {"int": int, "bool": bool, "tuple": list, "Mapping": dict}
 
 
 def checked_states(named: list[str], name: str) -> tuple[str, ...]:
@@ -154,12 +131,12 @@ def check_shape(kind: Any, data: Any, where: str) -> None:
     """Refuse JSON data that does not have exactly the fields of `kind`, each of its type."""
     if not isinstance(data, dict):
         raise PlanError(f"{where}: expected an object, found {type(data).__name__}; {REMEDY}")
-    names = {f.name for f in fields(kind)}
-    for name in sorted(names ^ set(data)):
-        problem = "is missing" if name in names else "is not a field of this format"
+    types = {f.name: str(f.type) for f in fields(kind)}
+    for name in sorted(types.keys() ^ data.keys()):
+        problem = "is missing" if name in types else "is not a field of this format"
         raise PlanError(f"{where}: {name!r} {problem}; {REMEDY}")
     for name, value in data.items():
-        expected = _FIELD_TYPES.get(name, str)
+        expected = _JSON_TYPES.get(types[name].partition("[")[0], str)
         # bool is an int to Python, but not in a plan.
         if not isinstance(value, expected) or isinstance(value, bool) is not (expected is bool):
             raise PlanError(f"{where}: {name!r} is {reprlib.repr(value):.60}, expected {expected.__name__}; {REMEDY}")
@@ -168,5 +145,5 @@ def check_shape(kind: Any, data: Any, where: str) -> None:
         numbers = value.values() if isinstance(value, dict) else ()
         if not all(isinstance(number, int | float) and not isinstance(number, bool) for number in numbers):
             raise PlanError(f"{where}: {name!r} holds something other than numbers; {REMEDY}")
-        if name in ("causes", "notes", "states") and not all(isinstance(item, str) for item in value):
+        if types[name] == "tuple[str, ...]" and not all(isinstance(item, str) for item in value):
             raise PlanError(f"{where}: {name!r} holds something other than text; {REMEDY}")

@@ -229,18 +229,16 @@ class Override:
         return f"{'ops' if self.kind == 'op' else 'modules'}.{self.key}={self.colour}"
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without "torch.", as plans and reports have it: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
 def module_override(policy: Policy, stack: Stack) -> Override | None:
-    """Find the module override that applies to a node, or None.
+    """Find the module override that applies to a node in this stack of modules, or None.
 
     A path beats a type. Of two globs the one with the longer literal prefix wins, of two types the one of the
-    inner module, then the more derived one.
-
-    Args:
-        policy: The policy.
-        stack: The modules the node lies in, from the root to the innermost, each with its `type_names`.
-
-    Raises:
-        PolicyError: Two overrides of equal rank ask for different colours.
+    inner module, then the more derived one. Two of equal rank that ask for different colours are an error.
     """
     ranked = list(_matches(policy, stack))
     if not ranked:
@@ -259,11 +257,6 @@ def module_override(policy: Policy, stack: Stack) -> Override | None:
 def op_override(policy: Policy, op: str) -> Override | None:
     """Find the override of an op by its canonical name, or of one node by the key of its decision, or None."""
     return next((Override("op", key, colour) for key, colour in policy.ops if key == op), None)
-
-
-def names_nodes(policy: Policy) -> bool:
-    """Say whether an override is of a single node: keys hold a "#", and names of ops do not."""
-    return any("#" in key for key, _ in policy.ops)
 
 
 def policy_of_part(policy: Policy, path: str, part: nn.Module) -> Policy:
@@ -295,10 +288,7 @@ def policy_of_part(policy: Policy, path: str, part: nn.Module) -> Policy:
 def check_used(policy: Policy, stacks: Iterable[Stack], ops: Iterable[str]) -> None:
     """Refuse a policy with an override that matches nothing, naming the nearest name there is.
 
-    Args:
-        policy: The policy.
-        stacks: The module stack of every node (or of every module) of the model.
-        ops: Canonical names of the ops of the model, and the keys of its nodes.
+    The stacks are those of all nodes, or of all modules; among the ops are the keys of nodes.
     """
     stacks, ops = list(stacks), set(ops)
     matched = {override.key for stack in stacks for _, override in _matches(policy, stack)}

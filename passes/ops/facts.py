@@ -22,7 +22,7 @@ import torch
 from torch.fx import Node
 
 from ..contract.devices import DEVICES
-from ..contract.dtypes import dtype_name
+from ..contract.policy import dtype_name
 from . import ops
 from .rules import COMPOSITE, LOW, Rule, lookup, row_named
 

@@ -18,13 +18,6 @@ def under_autocast(op: Callable[..., Any], device: str, dtype: torch.dtype, *arg
 
     The region is one call, and not two nodes that enter and leave it, since an op may raise: a recomputed checkpoint
     stops by an exception, and autocast would stay on.
-
-    Args:
-        op: an operator, or a higher-order op.
-        device: the device type of the region.
-        dtype: its low dtype.
-        *args: what the op is given.
-        **kwargs: what the op is given by name.
     """
     with torch.autocast(device, dtype):
         return op(*args, **kwargs)

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from ...graph.aliases import mutated_operands
 from ...graph.literals import FP32_MAX, has_tiny, is_extreme, numbers
 from ...graph.notes import note_of
-from ...graph.values import LOW_DTYPES, Dtypes, is_floating, mutated_operands
+from ...graph.values import LOW_DTYPES, Dtypes, is_floating
 from ...ops import ops
 from ...ops.rules import Rule, row_of
 

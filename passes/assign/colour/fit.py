@@ -19,9 +19,9 @@ import torch
 from torch.fx import Node
 
 from ..._torch import HigherOrderOperator
-from ...colouring import AS_AUTOCAST, Colouring
 from ...contract.devices import DEVICES
 from ...contract.reasons import Code
+from ...form import AS_AUTOCAST, Colouring
 from ...graph import literals
 from ...graph.aliases import mutated_operands
 from ...graph.notes import note_of
@@ -106,14 +106,7 @@ def _captured(state: State, node: Node, colouring: Colouring) -> Colouring:
 
 
 def fit_numbers(state: State, site: Site, colouring: Colouring, dtypes: ValueDtype) -> tuple[Colouring, ValueDtype]:
-    """Replace a number that the low dtype cannot hold, or keep the node in FP32; return the dtypes of the results too.
-
-    Args:
-        state: a node that writes in place gets its target pinned, for the next run.
-        site: the call.
-        colouring: what was decided on it.
-        dtypes: those of its results.
-    """
+    """Replace a number that the low dtype cannot hold, or keep the node in FP32; return the results' dtypes too."""
     if colouring.dtype not in LOW_DTYPES or colouring.kind in (KEEP, "cast"):
         return colouring, dtypes
     low, numbers, constants = colouring.dtype, list(literals.numbers(site.node)), state.extremes.constants

@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
-from ...colouring import Colouring
 from ...contract.reasons import Code
+from ...form import Colouring
 from ...graph.aliases import Aliases, is_opaque, may_write
 from ...graph.bodies import Body, Border
 from ...graph.notes import note_of

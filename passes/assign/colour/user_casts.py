@@ -76,14 +76,9 @@ def uncopied_without_grad(graph: Graph, original: Dtypes) -> Iterator[Node]:
 def meaning(
     node: Node, original: Dtypes, dtypes: Dtypes, observed: torch.dtype | None = None, exact: bool = True
 ) -> Intent:
-    """Return what a cast means.
+    """Return what a cast means: `observed` is the dtype that it took in a capture under autocast, if there was one.
 
-    Args:
-        node: a cast.
-        original: the dtypes of all values as captured.
-        dtypes: the dtypes of the values that come before the cast.
-        observed: the dtype that the cast took in a capture under autocast, if there was one.
-        exact: values must be those of autocast; else more of them may be low.
+    If it is `exact`, values must be those of autocast; else more of them may be low.
     """
     value: Any = node.args[0]
     operand, baked, reference = dtypes.get(value), literal_dtype(node), dtype_reference(node)

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Node
 
-from ...colouring import Position
-from ...contract.penalties import Penalties
+from ...contract.costs import Penalties
+from ...form import Position
 from ...graph.aliases import mutated_operands
 from ...graph.grad import grad_modes, shares_cast, shares_storage
 from ...graph.values import ELIGIBLE, ValueDtype, keys
