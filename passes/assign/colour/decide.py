@@ -20,7 +20,7 @@ from ...contract.reasons import Code, Reason
 from ...form import Colouring
 from ...graph import literals
 from ...graph.aliases import is_in_place, may_alias, mutated_operands, out_operands
-from ...graph.notes import note_of, region_on
+from ...graph.notes import DECOMPOSE, note_of, region_on
 from ...graph.values import (
     ELIGIBLE,
     LOW_DTYPES,
@@ -372,7 +372,8 @@ def _runs_under_autocast(site: Site) -> bool:
     seen = note_of(site.node).autocast is not None
     if isinstance(site.node.target, HigherOrderOperator):
         return seen and not site.row.known
-    return ops.operator_of(site.node) is not None and (seen or site.kind != COMPOSITE)
+    inside = note_of(site.node).made_by == DECOMPOSE and site.row.gives == "first"  # whose dtype is known
+    return ops.operator_of(site.node) is not None and (seen or inside or site.kind != COMPOSITE)
 
 
 def _composite(state: State, site: Site) -> Colouring:

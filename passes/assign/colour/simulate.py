@@ -84,7 +84,8 @@ class Simulation(State):
             return note_of(value).leaves_as or self.original[value]
         ours, autocast = note_of(value).low_of_its_own or self.dtypes[value], self.under_autocast(value)
         if isinstance(ours, torch.dtype) and isinstance(autocast, torch.dtype) and {ours, autocast} <= {*ELIGIBLE}:
-            return autocast if self.policy.output_dtype == "autocast" else torch.promote_types(ours, autocast)
+            low = {ours, autocast} <= {*LOW_DTYPES}  # of the two neither is wider
+            return autocast if low or self.policy.output_dtype == "autocast" else torch.promote_types(ours, autocast)
         return ours
 
     def _pin_conflicts(self) -> bool:

@@ -79,6 +79,7 @@ ROWS = (
         same_dtype=True,
     ),
     *group(COMPOSITE, COMPOSITE, "calls matmul among other ops",
-        "linalg_matrix_power matrix_power linalg_pinv cov corrcoef _trilinear multi_head_attention_forward",
+        "linalg_matrix_power matrix_power linalg_pinv cov corrcoef multi_head_attention_forward",
+        of("_trilinear", out="first"),
     ),
 )
