@@ -46,6 +46,7 @@ class Colouring:
         clamped: operands to bring into the low dtype's range first.
         causes: the nodes whose decisions this one follows from.
         settled: no placement of values may change the dtype that the node runs in.
+        ranges: what buffers hold that the low dtype cannot, where that decided.
     """
 
     dtype: torch.dtype
@@ -57,6 +58,7 @@ class Colouring:
     clamped: tuple[Position, ...] = ()
     causes: tuple[Node, ...] = ()
     settled: bool = False
+    ranges: tuple[str, ...] = ()
 
 
 Colours = dict[Node, Colouring]

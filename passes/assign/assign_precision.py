@@ -93,7 +93,7 @@ class AssignPrecision:
         refuse_untold_writes(graph, policy.device or "cpu")
         simulation = unit.simulated or _simulation(unit, policy, original)
         colours, dtypes = choose_storage(simulation, plan, self.timer if measures else None, self.penalties)
-        colours = _named(saturate(simulation, colours, dtypes), graph, policy)
+        colours = _named(simulation, saturate(simulation, colours, dtypes))
         reference: Any = simulation.reference
         return Assignment(
             colours, dtypes, original, simulation.returned(), simulation.infer,
@@ -142,22 +142,25 @@ def _false_claims(simulation: Simulation) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _named(colours: Colours, graph: Graph, policy: Policy) -> Colours:
-    """Return the decisions with the ops named that autocast's own kernels or sums differ from.
+def _named(simulation: Simulation, colours: Colours) -> Colours:
+    """Return the decisions with the ops named that autocast's own kernels or sums differ from, and with ranges.
 
-    They are those that eager evaluation runs in a fused kernel, and checkpoints that read a weight with other readers:
-    each casts its own.
+    The ops are those that eager evaluation runs in a fused kernel, and checkpoints that read a weight with other
+    readers: each casts its own.
     """
-    named, sums = dict(colours), policy.level.is_autocasts and policy.share_casts is None
-    grad = requires_grad(graph) if sums else frozenset()
+    named, policy = dict(colours), simulation.policy
+    sums = policy.level.is_autocasts and policy.share_casts is None
+    grad = requires_grad(simulation.graph) if sums else frozenset()
     for node, colouring in colours.items():
         row, why = row_of(node), colouring.reason
         if note_of(node).fused and not row.commutes:
             why = Code.FASTPATH(f"a fused kernel in eager evaluation ({why})")
         if row.recomputed and any(len(n.users) > 1 and n in grad and is_leaf(n) for n in node.all_input_nodes):
             why = Code.SUM_ORDER(f"casts weights that are read elsewhere too ({why})")
-        if why is not colouring.reason:
-            named[node] = replace(colouring, reason=why)
+        kept = why.code is Code.LITERAL or (simulation.aggressive and colouring.dtype == torch.float32)
+        ranges = simulation.extremes.ranges_of(node.all_input_nodes) if kept else ()
+        if why is not colouring.reason or ranges:
+            named[node] = replace(colouring, reason=why, ranges=ranges)
     return named
 
 
@@ -177,6 +180,7 @@ def _decisions(unit: Unit, assignment: Assignment) -> tuple[Decision, ...]:
             reason=str(colours[node].reason),
             code=colours[node].reason.code.value,
             causes=tuple(names[c] for c in colours[node].causes if c in names),
+            ranges=colours[node].ranges,
         )
         for node in unit.graph.nodes
         if node in colours

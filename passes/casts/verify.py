@@ -186,13 +186,7 @@ class Emitted:
 
 
 class Law(NamedTuple):
-    """One law.
-
-    Attributes:
-        name: what tests and errors call it.
-        broken: returns the operand of a node that breaks it, or the node itself; None where it holds.
-        says: what is wrong, as the end of a sentence about the node.
-    """
+    """One law: `broken` gives the operand by which a node breaks it, or the node; `says` ends a sentence about that."""
 
     name: str
     broken: Callable[[Emitted, Node], Node | None]

@@ -32,9 +32,7 @@ class Call:
 
     Attributes:
         key: all that its time depends on, apart from the machine, as text; calls with equal keys take equally long.
-        function: what is called.
-        args: its arguments, with a Filler for every tensor.
-        kwargs: those by name.
+        args: its arguments, with a Filler for every tensor; likewise `kwargs`.
     """
 
     key: str

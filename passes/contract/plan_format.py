@@ -12,7 +12,7 @@ from typing import Any
 
 from .errors import PlanError
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 REMEDY = "make a new plan, with `fxamp report TARGET --save-plan FILE` or `fxamp.plan(model, ...).save(path)`"
 LONGEST = 64 << 20  # characters; 50,000 nodes take 13 MB
 
@@ -46,12 +46,8 @@ def in_this_format(data: dict[str, Any]) -> dict[str, Any]:
     """Return a plan of an older format in this one."""
     if data["version"] < 2:  # version 1 knew only one graph
         data = {**data, "states": []}
-    if data["version"] < 3 and isinstance(data.get("decisions"), list):  # version 2 had codes only in reasons
-        data = {**data, "decisions": [
-            {"code": row["reason"].partition(":")[0].strip(), **row}
-            if isinstance(row, dict) and isinstance(row.get("reason"), str) else row
-            for row in data["decisions"]
-        ]}  # fmt: skip
+    if data["version"] < 7 and isinstance(data.get("decisions"), list):
+        data = {**data, "decisions": [_decision_in_this_format(row) for row in data["decisions"]]}
     if data["version"] < 6 and isinstance(data.get("decisions"), list) and isinstance(data.get("states"), list):
         data = {**data, "decisions": _listed_in_each_state(data["decisions"], data["states"])}
     added = {
@@ -59,6 +55,13 @@ def in_this_format(data: dict[str, Any]) -> dict[str, Any]:
         "complete": True,
     }  # fmt: skip
     return {**added, **data, "version": FORMAT_VERSION}
+
+
+def _decision_in_this_format(row: Any) -> Any:
+    """Return a decision of an older format in this one: version 2 had codes only in reasons, version 6 no ranges."""
+    if not isinstance(row, dict) or not isinstance(row.get("reason"), str):
+        return row
+    return {"code": row["reason"].partition(":")[0].strip(), "ranges": [], **row}
 
 
 def _listed_in_each_state(rows: list[Any], states: list[Any]) -> list[Any]:

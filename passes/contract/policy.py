@@ -260,12 +260,9 @@ def op_override(policy: Policy, op: str) -> Override | None:
 
 
 def policy_of_part(policy: Policy, path: str, part: nn.Module) -> Policy:
-    """Return the policy of a part of a model, whose overrides are written with the paths of the whole.
+    """Return the policy of the part of a model at a path, from that of the whole, in which paths are of the whole.
 
-    Args:
-        policy: That of the whole.
-        path: Where the part is in the whole.
-        part: The part, whose outputs the rest of the model reads as it does under autocast.
+    The rest of the model reads the outputs of the part as it does under autocast.
     """
     depth, types = path.count(".") + 1, type_names(type(part))
     cover = module_override(policy, [(path, types)])

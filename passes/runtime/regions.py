@@ -29,11 +29,7 @@ def grad_mode() -> bool:
 
 
 class ModesKeptOnError:
-    """A context that puts the grad mode and autocast back where an error leaves a region of a graph open.
-
-    Args:
-        devices: the kinds of devices whose autocast may be switched inside.
-    """
+    """A context that puts the grad mode and autocast of devices back where an error leaves a region of a graph open."""
 
     def __init__(self, devices: Iterable[str] = tuple(DEVICES)) -> None:
         self._devices = devices

@@ -39,8 +39,6 @@ from .operand_casts import all_to, as_autocast, castable, keep, natural, operand
 from .state import Site, State
 from .user_casts import Intent, meaning
 
-Decider = Callable[[State, Site], "Colouring | None"]
-
 
 def site_of(state: State, node: Node, name: str, floats: Iterable[ops.Operand]) -> Site:
     """Return a call with its row of the op table, and with the low dtype that applies to it."""
@@ -53,15 +51,12 @@ def decide(state: State, site: Site) -> Colouring | None:
     """Return the dtype that a node runs in, and why; None if there is nothing to decide."""
     if site.row.is_cast:
         return _user_cast(state, site)
-    as_read = _first((_under_autocast, _as_read), state, site)
-    if as_read is None and (is_in_place(site.name) or out_operands(site.node)) and mutated_operands(site.node):
+    colouring = _as_read(state, site)
+    if colouring is None and (is_in_place(site.name) or out_operands(site.node)) and mutated_operands(site.node):
         return _in_place(state, site)
-    return as_read or _first(_DECIDERS, state, site) or _ruled(state, site)
-
-
-def _first(deciders: Iterable[Decider], state: State, site: Site) -> Colouring | None:
-    """Return the answer of the first decider that has one."""
-    return next((answer for decider in deciders if (answer := decider(state, site)) is not None), None)
+    for decider in (_pinned, _overridden, _outside_autocast, _beside_float64, _ruled):
+        colouring = colouring or decider(state, site)
+    return colouring
 
 
 # The user's code.
@@ -97,17 +92,13 @@ def _intent(state: State, node: Node) -> Intent:
     return meaning(node, state.original, state.dtypes, observed, exact=written or not state.aggressive)
 
 
-def _under_autocast(state: State, site: Site) -> Colouring | None:
-    """Give the operands and outputs of an autograd function the dtypes that they have under autocast."""
-    return as_autocast(state, site) if note_of(site.node).under_autocast else None
-
-
 def _as_read(state: State, site: Site) -> Colouring | None:
-    """Follow a dtype argument that the user's code took from the dtype of a value."""
-    read = note_of(site.node).read
-    if read is None:
-        return None
-    why = Code.DTYPE_ARGUMENT(f"under autocast your code reads {read} here")
+    """Colour an autograd function as under autocast, and a dtype argument as the dtype that the user's code read."""
+    note = note_of(site.node)
+    colouring = as_autocast(state, site) if note.under_autocast else None
+    if colouring is not None or note.read is None:
+        return colouring
+    why = Code.DTYPE_ARGUMENT(f"under autocast your code reads {note.read} here")
     return natural(state, site.of_kind(FOLLOW), why, settled=True)
 
 
@@ -180,9 +171,6 @@ def _beside_float64(state: State, site: Site) -> Colouring | None:
     if torch.float64 not in dtypes or (site.kind == FP32 and not dtypes.isdisjoint(LOW_DTYPES)):
         return None
     return natural(state, site, Code.FLOAT64("left as it is"), settled=True)
-
-
-_DECIDERS = (_pinned, _overridden, _outside_autocast, _beside_float64)
 
 
 # The level: O2 runs ops low that are not sensitive, O3 all that have a low kernel.

@@ -26,12 +26,9 @@ Stacks = Mapping[Node, Sequence[tuple[str, tuple[str, ...]]]]
 
 @dataclass(frozen=True)
 class Site:
-    """A call to decide on, and its row of the op table.
+    """A call to decide on, the name of its op, and the row of that.
 
     Attributes:
-        node: the call.
-        name: its op.
-        row: the row of that op.
         kind: the kind by which it is coloured: at first that of the row on the device.
         floats: its floating operands, and those of unknown dtype.
         low: the low dtype here; an autocast region in the model's code may choose another one.

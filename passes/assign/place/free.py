@@ -48,14 +48,7 @@ def _is_free(simulation: Simulation, node: Node, grad: bool, low: bool) -> bool:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A node that has a colour, and its properties.
-
-    Attributes:
-        floats: the operands that are floating.
-        dtypes: theirs.
-        grad: gradients flow through it.
-        touched: it is low, or computed from a low value.
-    """
+    """A node that has a colour: its floating operands and their dtypes, whether gradients or low values reach it."""
 
     simulation: Simulation
     node: Node

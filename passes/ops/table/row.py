@@ -169,14 +169,9 @@ def of(names: str, **columns: Any) -> Entry:
 
 
 def group(cpu: str, cuda: str, reason: str, *entries: str | Entry, **shared: Any) -> tuple[Rule, ...]:
-    """Return the rows of ops of one kind.
+    """Return the rows of ops of one kind: names of ops, or what `of` returns, and the columns that all of them have.
 
-    Args:
-        cpu: Kind on a CPU.
-        cuda: Kind on CUDA.
-        reason: Why.
-        *entries: Names of ops, or what `of` returns.
-        **shared: Columns that all of them have. Words of a column that holds several are separated by spaces.
+    Words of a column that holds several are separated by spaces.
     """
     split = [(e, {}) if isinstance(e, str) else e for e in entries]
     rows = [(name, _values(shared | own)) for names, own in split for name in names.split()]
