@@ -84,7 +84,7 @@ def _runs(node: Node, dtype_of: Callable[[Node], torch.dtype | None]) -> bool:
     return True
 
 
-def _values(node: Node, dtype_of: Callable[[Node], torch.dtype | None], number: float) -> dict[Node, Any]:
+def _values(node: Node, dtype_of: Callable[[Node], torch.dtype | None], number: float) -> dict[Node, object]:
     """Return operands for a call, of the sizes in the graph: floats hold this number, integers zeros."""
 
     def filled(value: Any, dtype: torch.dtype | None) -> Any:
@@ -96,6 +96,6 @@ def _values(node: Node, dtype_of: Callable[[Node], torch.dtype | None], number: 
     return {n: pytree.tree_map(partial(filled, dtype=dtype_of(n)), n.meta["val"]) for n in node.all_input_nodes}
 
 
-def _call(node: Node, values: dict[Node, Any]) -> None:
+def _call(node: Node, values: dict[Node, object]) -> None:
     with torch.random.fork_rng(), torch.no_grad():
         run(node, values.__getitem__)
