@@ -16,8 +16,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes.contract.errors import FP32_PARAMETERS, PolicyError
+from passes.contract.errors import PolicyError
 from passes.graph.values import LOW_DTYPES
+
+# The way out for a model with trainable parameters in 16 bits. Since version 5 of transformers the dtype of the
+# checkpoint is the default.
+FP32_PARAMETERS = (
+    "Load the model in FP32, one of transformers by from_pretrained(..., dtype=torch.float32), or call model.float() "
+    "before the optimizer is built: graphs cast FP32 parameters themselves. Or freeze them with requires_grad_(False)."
+)
 
 _reading: ContextVar[bool] = ContextVar("reading", default=False)
 

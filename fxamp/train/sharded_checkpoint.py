@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from passes._torch import OptimizedModule
+from passes._torch import original_of
 from passes.contract.errors import PolicyError
 
 from ..trust.preserved import random_state, set_random_state
@@ -160,7 +160,7 @@ def _plain(model: nn.Module, name: str) -> str:
     module: nn.Module | None = model
     plain = []
     for part in name.split("."):
-        if not isinstance(module, (DistributedDataParallel, AveragedModel, OptimizedModule)):
+        if not isinstance(module, (DistributedDataParallel, AveragedModel)) and original_of(module) is None:
             plain.append(part)
         module = None if module is None else module._modules.get(part)
     return ".".join(plain) or name

@@ -10,8 +10,8 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from passes._torch import OpOverload
-from passes.contract.dtypes import dtype_name
 from passes.contract.plan import Decision, Plan
+from passes.contract.policy import dtype_name
 from passes.graph.notes import is_inserted
 from passes.graph.values import keys, module_path
 from passes.ops import ops

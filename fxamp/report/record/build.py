@@ -18,9 +18,8 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from passes.contract.dtypes import dtype_name
 from passes.contract.plan import Decision, Plan, installed
-from passes.contract.policy import Policy
+from passes.contract.policy import Policy, dtype_name
 from passes.contract.reasons import DEVIATIONS, Code
 from passes.graph.notes import is_inserted, note_of
 from passes.graph.values import frames, keys, own_frame

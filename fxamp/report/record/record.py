@@ -14,10 +14,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from passes.contract.dtypes import dtype_name
 from passes.contract.errors import PlanError, PolicyError
 from passes.contract.plan_format import strictly
-from passes.contract.policy import nearest
+from passes.contract.policy import dtype_name, nearest
 from passes.graph.values import LOW_DTYPES
 
 RECORD_VERSION = 3

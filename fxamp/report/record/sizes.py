@@ -16,8 +16,8 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.utils.flop_counter import FlopCounterMode
 
 from passes._torch import FakeTensorMode, pytree, quiet_fakes, storage_id
-from passes.contract.dtypes import dtype_name
 from passes.contract.errors import FxampError
+from passes.contract.policy import dtype_name
 from passes.graph.notes import is_inserted
 from passes.graph.values import no_autocast
 

@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from passes._torch import OpOverload, current_autograd_node, own_schema, pytree, storage_id
-from passes.contract.dtypes import dtype_name
 from passes.contract.errors import PolicyError
 from passes.contract.plan import Decision
-from passes.contract.policy import Policy
+from passes.contract.policy import Policy, dtype_name
 from passes.contract.reasons import Code
+from passes.graph.aliases import mutated_operands
 from passes.graph.notes import is_inserted
-from passes.graph.values import LOW_DTYPES, mutated_operands, no_autocast
+from passes.graph.values import LOW_DTYPES, no_autocast
 
 from ...convert import converted_in
 from ..census.graphs import watched_graphs
