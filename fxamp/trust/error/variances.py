@@ -5,15 +5,16 @@ errors are independent, its variance is V, the sum of g^2 ulp(t)^2 / 12 (Widrow)
 give. Where they have one sign, as where many elements are equal, S^2 is larger, and counts in the place of V.
 
 No policy is needed for a run: V and S are known at every value, and at every set of reads of one, whatever rounds it.
-So one run serves all policies whose roundings are at places of its graphs; a cast gets the gradient of its own readers.
+So one run serves all policies whose roundings are at places of its graphs. A cast gets the gradient of its own readers;
+of two casts of a value in two policies, one is for readers of the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from math import isfinite
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -126,7 +127,7 @@ class Unrounded:
         sums = Sums([self._places[n] for n in self.runs[base]], self._places[base].rounded)
         self._sums[base].append(sums)
         ran = self._subject.emulated(base, batch, sums.at, read=sums.read, decides=decides, everywhere=True)
-        sums.end()
+        sums.views.clear()  # of what has got no gradient
         return ran
 
     def moved(self, name: str) -> list[Moved]:
@@ -141,81 +142,57 @@ class Unrounded:
         ]
 
 
-@dataclass
-class _Pending:
-    """A value that is cast for some of its readers, and the sum of their gradients so far."""
-
-    held: Tensor
-    readers: int = 0
-    grad: Tensor | None = None
-
-
 class Sums:
     """Sums V and S over one step that rounds nothing, at each place that a policy rounds.
 
     Args:
         served: the places of policies.
         nodes: the places that are nodes of the graphs that run; those of other casts are seen by their reads.
+
+    Attributes:
+        views: what is read by other casts, until its gradient is there.
     """
 
     def __init__(self, served: Sequence[_Places], nodes: Collection[Place]) -> None:
-        self._lows: dict[Place, list[torch.dtype]] = {}
+        self._lows: dict[Place, dict[torch.dtype, None]] = {}
         self._by_read: dict[tuple[str, str], list[Place]] = {}
         for places in served:
-            for place, site in places.rounded.items():
-                if place not in self._lows and place not in nodes:
-                    for read in site.reads:
-                        self._by_read.setdefault(read, []).append(place)
-                lows = self._lows.setdefault(place, [])
-                lows += [places.low] if places.low not in lows else []
-        self._pending: dict[tuple[Place, int], _Pending] = {}
+            for place in places.rounded:
+                self._lows.setdefault(place, {})[places.low] = None
+        for place in sorted(self._lows, key=len, reverse=True):  # casts for many readers before those for some of them
+            for read in place[1:] if place[0] == "cast" and place not in nodes else ():
+                self._by_read.setdefault(read, []).append(place)
+        self.views: dict[tuple[Place, int], Tensor] = {}
         self._found: dict[torch.dtype, dict[Place, Tensor]] = {}
 
     def at(self, site: Site, value: Tensor) -> Tensor:
-        """Let the gradient of a value add to its sums; one that needs none gets one, since it is rounded too."""
-        if site.place not in self._lows:
-            return value
+        """Let the gradient of a value add to its sums."""
+        return self._hooked(site.place, value, writes=site.writes) if site.place in self._lows else value
+
+    def read(self, reader: str, source: str, value: Tensor) -> Tensor:
+        """Let the gradient of a read add to the sums of the casts that it goes through, each a view for its readers."""
+        for place in self._by_read.get((reader, source), ()):
+            at = place, value.data_ptr()
+            if at not in self.views:
+                self.views[at] = self._hooked(place, value.view_as(value), at)
+            value = self.views[at]
+        return value
+
+    def _hooked(self, place: Place, value: Tensor, view: Any = None, *, writes: bool = False) -> Tensor:
+        """Return a value whose gradient adds to sums; one that needs none gets one, since it is rounded too."""
         if not value.requires_grad:
-            if site.writes:
+            if writes:
                 return value
             value = value.detach().requires_grad_()
-        kept = [value.detach().clone() if site.writes else value.detach()]
+        kept = [value.detach().clone() if writes else value.detach()]
 
         def add(grad: Tensor | None) -> None:
+            self.views.pop(view, None)
             if grad is not None and kept:  # an author's own backward may leave it out
-                self._add(site.place, kept.pop(), grad)  # freed here, as what autograd saves is
+                self._add(place, kept.pop(), grad)  # freed here, as what autograd saves is
 
         value.register_hook(add)
         return value
-
-    def read(self, reader: str, source: str, value: Tensor) -> Tensor:
-        """Let the gradient of a read add to that of the casts that it goes through."""
-        places = self._by_read.get((reader, source), ())
-        if not places:
-            return value
-        value = value.view_as(value) if value.requires_grad else value.detach().requires_grad_()
-        for place in places:
-            at = place, value.data_ptr()
-            self._pending.setdefault(at, _Pending(value.detach())).readers += 1
-            value.register_hook(partial(self._arrived, at))
-        return value
-
-    def _arrived(self, at: tuple[Place, int], grad: Tensor | None) -> None:
-        pending = self._pending.get(at)
-        if pending is None or grad is None:
-            return
-        pending.grad = grad if pending.grad is None else pending.grad + grad
-        pending.readers -= 1
-        if not pending.readers:
-            self._add(at[0], pending.held, pending.grad)
-            del self._pending[at]
-
-    def end(self) -> None:
-        """Count what some readers gave no gradient to."""
-        for (place, _), pending in self._pending.items():
-            if pending.grad is not None:
-                self._add(place, pending.held, pending.grad)
-        self._pending = {}
 
     def _add(self, place: Place, held: Tensor, grad: Tensor) -> None:
         for low in self._lows[place]:

@@ -50,7 +50,7 @@ def test_autocast_is_predicted_as_o1_and_dead_parameters_are_listed() -> None:
 
 @pytest.mark.parametrize("gradients", [True, False])
 def test_one_backward_a_batch_rounds_nothing_for_all_policies_and_one_rounds_for_each(gradients: bool) -> None:
-    backwards = []
+    backwards: list[Tensor] = []
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
         made: Tensor = CE(output, target)
