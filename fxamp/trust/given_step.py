@@ -8,7 +8,7 @@ batches   an iterable of inputs or of (inputs, target), in the place of `inputs`
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,16 +125,24 @@ def copies(values: Any) -> Any:
 
 
 @contextlib.contextmanager
-def as_before(model: nn.Module) -> Iterator[None]:
-    """Restore random states, what a model holds, its parameters, their gradients (None inside), and attributes."""
+def as_before(model: nn.Module, written: Collection[int] | None = None) -> Iterator[list[Tensor]]:
+    """Restore random states, what a model holds, its parameters, their gradients (None inside), and attributes.
+
+    Yields a list, which afterwards holds the tensors that were restored.
+
+    Args:
+        model: what runs inside.
+        written: the identities of the parameters to restore, if it is known which are written; None for all.
+    """
     parameters = list(model.parameters())
     gradients = [p.grad for p in parameters]
-    everything = {id(t): t for t in (*held(model).values(), *parameters)}
-    with same_random_state(), same_attributes(model), kept(everything.values()):
+    restored = [p for p in parameters if written is None or id(p) in written]
+    everything = {id(t): t for t in (*held(model).values(), *restored)}
+    with same_random_state(), same_attributes(model), kept(everything.values()) as found:
         for p in parameters:
             p.grad = None
         try:
-            yield
+            yield found
         finally:
             for p, gradient in zip(parameters, gradients, strict=True):
                 p.grad = gradient
