@@ -375,10 +375,19 @@ def _kernel(part: Any, graph: Any, last: dict[str, Node]) -> Kernel | None:
     origin, stored = buffer.get_origin_node(), buffer.maybe_get_dtype()
     if stored is None:
         return None
-    loaded = tuple(graph.get_dtype(read.name) for read in part.read_writes.reads)
+    loaded = tuple(d for read in part.read_writes.reads if (d := _dtype_of_buffer(graph, read.name)) is not None)
     name = "" if origin is None else _made_from(origin)
     op = str(getattr(origin, "target", "")).removeprefix("aten.").partition(".")[0]
     return Kernel(name if last.get(name) is origin else "", op, stored, loaded, part.is_extern())
+
+
+def _dtype_of_buffer(graph: Any, name: str) -> torch.dtype | None:
+    """Return the dtype of a buffer; None for that of several results, each of which has a buffer of its own."""
+    try:
+        found: torch.dtype = graph.get_dtype(name)
+    except NotImplementedError:
+        return None
+    return found
 
 
 def without_transforms(value: Any) -> Any:

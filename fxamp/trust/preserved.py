@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .tensors import held, kept
+from .tensors import held, kept, tables
 
 
 def random_state() -> dict[str, Any]:
@@ -79,13 +79,16 @@ def fresh(value: Any) -> Any:
 
 @contextlib.contextmanager
 def same_attributes(model: nn.Module) -> Iterator[None]:
-    """Give back the attributes of a model's modules that are rebound inside."""
-    before = [(module, dict(module.__dict__)) for module in model.modules()]
+    """Give back the attributes of a model's modules that are rebound inside, and what torch keeps of each in tables.
+
+    A model may add hooks at its first call, and note in an attribute that it has: without the hooks' tables it would
+    add them twice.
+    """
+    before = [(table, dict(table)) for module in model.modules() for table in tables(module)]
     try:
         yield
     finally:
-        for module, held in before:
-            now = module.__dict__
+        for now, held in before:
             if len(now) != len(held) or any(now.get(name) is not value for name, value in held.items()):
                 now.clear()
                 now.update(held)
