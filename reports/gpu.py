@@ -390,9 +390,10 @@ class Inference:
         call = _compiled(own_logits, self.small, graphs=graphs) if compiled else own_logits
         return self._run(self.model, call, autocast=autocast, cached=cached, graphs=graphs)
 
-    def all_low(self) -> Run:
+    def all_low(self, *, compiled: bool = False) -> Run:
         """Return calls of a copy of the model whose weights are low."""
-        return self._run(copy.deepcopy(self.model).to(self.low), own_logits, autocast=False)
+        call = _compiled(own_logits, self.small, graphs=False) if compiled else own_logits
+        return self._run(copy.deepcopy(self.model).to(self.low), call, autocast=False)
 
     def by_fxamp(self, level: str, *, frozen: bool = True, compiled: bool = False, graphs: bool = False) -> Run:
         """Return calls of a view, whose weights are cast at every call or, `frozen`, once."""
@@ -526,7 +527,7 @@ def _adamw(model: nn.Module) -> Optimizer:
     return AdamW(model.parameters(), lr=1e-6, fused=True)  # slow: they share their weights
 
 
-AUTOCAST, COMPILED_AUTOCAST = "torch.autocast", "torch.autocast, compiled"
+AUTOCAST = "torch.autocast"
 FOURS, GRAPHED = f", windows of {WINDOW}", ", CUDA graphs"
 # By variant: the variant of autocast to divide its time by, and how to make it.
 Ways = Mapping[str, tuple[str, Callable[[Any], Run]]]
@@ -538,13 +539,15 @@ INFERENCE: Ways = {
     "fxamp O2, frozen": (AUTOCAST, lambda b: b.by_fxamp("O2")),
     "FP32 with TF32": (AUTOCAST, lambda b: b.by_hand(autocast=False)),
     "all low": (AUTOCAST, Inference.all_low),
-    COMPILED_AUTOCAST: (COMPILED_AUTOCAST, lambda b: b.by_hand(compiled=True)),
-    COMPILED_AUTOCAST + GRAPHED: (COMPILED_AUTOCAST + GRAPHED, lambda b: b.by_hand(compiled=True, graphs=True)),
-    "fxamp O1, frozen, compiled": (COMPILED_AUTOCAST, lambda b: b.by_fxamp("O1", compiled=True)),
-    "fxamp O1, frozen, compiled" + GRAPHED: (
-        COMPILED_AUTOCAST + GRAPHED, lambda b: b.by_fxamp("O1", compiled=True, graphs=True)
-    ),
-}  # fmt: skip
+}
+COMPILED_INFERENCE: Ways = {
+    AUTOCAST: (AUTOCAST, lambda b: b.by_hand(compiled=True)),
+    "fxamp O1, frozen": (AUTOCAST, lambda b: b.by_fxamp("O1", compiled=True)),
+    AUTOCAST + GRAPHED: (AUTOCAST + GRAPHED, lambda b: b.by_hand(compiled=True, graphs=True)),
+    "fxamp O1, frozen" + GRAPHED: (AUTOCAST + GRAPHED, lambda b: b.by_fxamp("O1", compiled=True, graphs=True)),
+    "FP32 with TF32": (AUTOCAST, lambda b: b.by_hand(autocast=False, compiled=True)),
+    "all low": (AUTOCAST, lambda b: b.all_low(compiled=True)),
+}
 EAGER: Ways = {
     AUTOCAST: (AUTOCAST, Bench.by_hand),
     "fxamp O1": (AUTOCAST, lambda b: b.by_fxamp("O1")),
@@ -567,15 +570,16 @@ COMPILED: Ways = {
     "FP32 with TF32": (AUTOCAST, lambda b: b.by_hand(autocast=False, compiled=True)),
     "all low": (AUTOCAST, lambda b: b.all_low(compiled=True)),
 }
-SMALL_WAYS = {"inference": 7, "eager": len(EAGER), "compiled": 4}  # how many of the ways, compiling as few as serve
+SMALL_COMPILED = 4  # the first of the compiled ways, which are slow to compile
 
 
-def step_tasks(section: str, ways: Ways, bench: Any, small: bool) -> dict[str, Callable[[float], Rows]]:
+def step_tasks(ways: Ways, bench: Any, small: bool) -> dict[str, Callable[[float], Rows]]:
     """Return a task for every low dtype, model and batch: BF16 first, and in it the batches of the first model."""
     order = [(n, b, low) for low in (BF16, FP16) for n, subject in SUBJECTS.items() for b in subject.batches]
     if small:
-        low = BF16 if section == "inference" else FP16
-        order, ways = [("BERT-base", 2, low)], dict([*ways.items()][: SMALL_WAYS[section]])
+        low = BF16 if bench is Inference else FP16
+        compiled = ways in (COMPILED, COMPILED_INFERENCE)
+        order, ways = [("BERT-base", 2, low)], dict([*ways.items()][: SMALL_COMPILED if compiled else None])
     return {
         f"{name}, {SUBJECTS[name].shown(batch)}, {_word(low)}": functools.partial(
             measured, name, batch, low, small, ways, bench
@@ -828,13 +832,15 @@ _OF_STEPS = (
     "launches and GPU ms, in which the GPU was busy, are of one micro-batch. Batches of a model go from one that is\n"
     "bound by launching kernels (the step takes much longer than its GPU ms) to one that is bound by computing"
 )
+_OF_CALLS = (
+    f"{_LEGEND}.\nAll are under `torch.inference_mode`, in which autocast keeps no cast of a weight, but one that\n"
+    f"says `no_grad`: there it keeps casts as long as its region is open, here {WINDOW} calls. `fxamp.frozen` and\n"
+    "all low hold 16-bit weights, which the peak does not count. Times, kernels, launches and GPU ms are of one\n"
+    "call. The note compares the output with that of eager autocast"
+)
 SECTIONS = {
     "inference": Section(
-        "Inference", 60, functools.partial(step_tasks, "inference", INFERENCE, Inference), _TIMES,
-        f"{_LEGEND}.\nAll are under `torch.inference_mode`, in which autocast keeps no cast of a weight, but one that\n"
-        f"says `no_grad`: there it keeps casts as long as its region is open, here {WINDOW} calls. `fxamp.frozen` and\n"
-        "all low hold 16-bit weights, which the peak does not count. Times, kernels, launches and GPU ms are of one\n"
-        "call. The note compares the output with that of eager autocast.",
+        "Inference", 50, functools.partial(step_tasks, INFERENCE, Inference), _TIMES, f"{_OF_CALLS}."
     ),
     "train": Section(
         "A TrainStep: waits, CUDA graphs, and the loop by hand", 60, train_tasks,
@@ -851,12 +857,14 @@ SECTIONS = {
         "names no reason. Autocast's own: how many gradients it repeats to the bit. How far any are apart is\n"
         "over its norm; O1 adds up in 16 bits what comes back to a value that it casts once.",
     ),
-    "eager": Section(
-        "Steps", 90, functools.partial(step_tasks, "eager", EAGER, Bench), _TIMES, f"{_OF_STEPS}."
-    ),
+    "eager": Section("Steps", 80, functools.partial(step_tasks, EAGER, Bench), _TIMES, f"{_OF_STEPS}."),
     "compiled": Section(
-        "Steps compiled by Inductor", 170, functools.partial(step_tasks, "compiled", COMPILED, Bench), _TIMES,
+        "Steps compiled by Inductor", 150, functools.partial(step_tasks, COMPILED, Bench), _TIMES,
         f"{_OF_STEPS}.\nAutocast has CUDA graphs by `torch.compile(mode=\"reduce-overhead\")`.",
+    ),
+    "compiled_inference": Section(
+        "Inference compiled by Inductor", 45, functools.partial(step_tasks, COMPILED_INFERENCE, Inference), _TIMES,
+        f"{_OF_CALLS}.",
     ),
     "loss": Section(
         "Losses", 35, curve_tasks, ("variant", *(f"loss at {n}" for n in CURVE), "apart from autocast"),
@@ -963,7 +971,7 @@ def least_gains(data: Any) -> list[Row]:
     Models with 16-bit weights, which train differently, are not counted.
     """
     found = []
-    for name in ("inference", "eager", "compiled"):
+    for name in ("inference", "eager", "compiled", "compiled_inference"):
         for rows in data["sections"].get(name, {}).values():
             timed = [row for row in rows if row.get("ms") and row["variant"] != "all low"]
             ours, others = (

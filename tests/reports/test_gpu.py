@@ -24,7 +24,7 @@ def models(request: pytest.FixtureRequest) -> list[str]:
 @pytest.fixture(scope="module")
 def sections(models: list[str]) -> list[str]:
     """Return the sections to write: what is compiled is in its small form what `train` compiles, and is slow."""
-    return [name for name in gpu.SECTIONS if len(models) > 1 or name != "compiled"]
+    return [name for name in gpu.SECTIONS if len(models) > 1 or not name.startswith("compiled")]
 
 
 @pytest.fixture(scope="module")
@@ -84,13 +84,14 @@ def test_o1_agrees_with_autocast_on_this_device(models: list[str], rows: dict[st
         ("eager", gpu.EAGER),
         ("inference", gpu.INFERENCE),
         pytest.param("compiled", gpu.COMPILED, marks=pytest.mark.matrix),
+        pytest.param("compiled_inference", gpu.COMPILED_INFERENCE, marks=pytest.mark.matrix),
     ],
 )
 def test_every_way_is_timed_beside_autocast(rows: dict[str, list[gpu.Row]], section: str, ways: gpu.Ways) -> None:
     if section not in rows:
         pytest.skip("of one model it is not written")
     found = {row["variant"]: row for row in rows[section]}
-    assert list(found) == list(ways)[: gpu.SMALL_WAYS[section]]
+    assert list(found) == list(ways)[: gpu.SMALL_COMPILED if section.startswith("compiled") else None]
     for way, row in found.items():
         base = found[ways[way][0]]
         assert row["over autocast"] == pytest.approx(row["ms"] / base["ms"])
