@@ -137,8 +137,7 @@ def put_in_place(graph: Graph, node: Node, result: Any) -> None:
         if before.leaves or before.low_of_its_own:
             note(result, leaves=before.leaves, leaves_as=before.leaves_as, low_of_its_own=before.low_of_its_own)
         node.replace_all_uses_with(result)
-    else:
+    elif isinstance(result, (tuple, list)):
         for item in list(node.users):
-            item.replace_all_uses_with(result[item.args[1]])
-            graph.erase_node(item)
+            put_in_place(graph, item, result[item.args[1]])
     graph.erase_node(node)
