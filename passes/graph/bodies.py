@@ -139,5 +139,5 @@ def put_in_place(graph: Graph, node: Node, result: Any) -> None:
         node.replace_all_uses_with(result)
     elif isinstance(result, (tuple, list)):
         for item in list(node.users):
-            put_in_place(graph, item, result[item.args[1]])
+            put_in_place(graph, item, result[item.args[1]])  # type: ignore[index]
     graph.erase_node(node)
