@@ -13,8 +13,8 @@ from typing import Any
 from torch.fx import Graph, GraphModule, Node
 
 from passes._torch import SET_GRAD, enter_autocast, exit_autocast
+from passes.graph.bodies import copy_body, put_in_place
 from passes.graph.notes import note, note_of
-from passes.graph.splice import copy_body, put_in_place
 from passes.ops.rules import row_of
 from passes.runtime.regions import grad_mode
 

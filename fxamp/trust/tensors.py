@@ -29,6 +29,12 @@ def held(model: nn.Module) -> dict[str, torch.Tensor]:
     return out
 
 
+def tables(module: nn.Module) -> list[dict[str, Any]]:
+    """Return the attributes of a module, and torch's tables of its parameters, buffers, children and hooks."""
+    own = vars(module)
+    return [own, *(value for name, value in own.items() if name in _OWN and isinstance(value, dict))]
+
+
 @contextlib.contextmanager
 def kept(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Restore tensors, whatever happens inside: their contents, and their storage if `set_` replaced it.

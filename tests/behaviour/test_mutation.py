@@ -290,3 +290,12 @@ def test_tensors_in_a_list_are_written_to(front_end: str, name: str, low: torch.
 
     model, args = Two(forward), one()
     assert_at_all_levels(model, args, front_end, name, low)
+
+
+@each_low("view", "graph")
+def test_a_value_made_to_require_grad_keeps_its_dtype(front_end: str, name: str, low: torch.dtype) -> None:
+    def forward(self: Any, x: Tensor) -> Any:
+        y = torch.zeros_like(self.l(x).float()).requires_grad_()  # its node has no value in Dynamo's graph
+        return self.m(y[:, :3].repeat(1, 2))
+
+    assert_at_all_levels(Two(forward), one(), front_end, name, low)

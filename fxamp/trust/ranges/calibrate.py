@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from passes.contract.errors import PolicyError
 from passes.contract.policy import Policy
 from passes.graph.notes import is_inserted
 from passes.graph.values import keys
+from passes.ops import ops
 from passes.ops.rules import row_of
 
 from ..calibration import Calibration, Range, checksums
@@ -65,7 +67,8 @@ def calibrate(
     if scale is not None and not (isinstance(scale, (int, float)) and 0 < scale < math.inf):
         raise PolicyError(f"scale is a loss scale, a finite number above 0, not {scale!r}.")
     of_step = float(given.step.scaler.get_scale()) if given.step is not None else 1.0
-    subject, ranges = Subject(given), _Ranges(of_step if scale is None else float(scale))
+    subject = Subject(given)
+    ranges = _Ranges(of_step if scale is None else float(scale), dict(subject.model.named_parameters()))
     asked = str(policy or subject.own or "O1")
     for batch in given.batches:
         subject.emulated(asked, batch, ranges)
@@ -75,13 +78,18 @@ def calibrate(
 
 
 class _Ranges:
-    """Adds up what is seen of each value and its gradient: an `at` of `Subject.emulated`."""
+    """Adds up what is seen of each value and its gradient: an `at` of `Subject.emulated`.
 
-    def __init__(self, scale: float) -> None:
-        self.scale = scale
+    Args:
+        scale: the loss scale that gradients are counted with.
+        parameters: those of the model, by name.
+    """
+
+    def __init__(self, scale: float, parameters: Mapping[str, Tensor]) -> None:
+        self.scale, self._parameters = scale, parameters
         self._seen: list[tuple[str, bool, Tensor, Tensor, Tensor]] = []  # key, backward, least, largest, and a sample
         self._measured: list[tuple[list[tuple[str, bool]], Tensor]] = []
-        self._bounds: dict[str, float | None] = {}
+        self._bounds: dict[str, Tensor | float | None] = {}
         self._nodes: dict[str, Node] = {}
         self._keys: dict[Graph, dict[Node, str]] = {}
 
@@ -90,12 +98,33 @@ class _Ranges:
         self._look(site.key, False, value)
         if site.part == "":
             self._nodes.setdefault(site.key, site.node)
-            self._bounds.setdefault(site.key, row_of(site.node).at_most)
+            if site.key not in self._bounds:
+                self._bounds[site.key] = self._bound(site)
         else:
             self._bounds[site.key] = None
         if value.requires_grad:
             value.register_hook(functools.partial(self._look, site.key, True))
         return value
+
+    def _bound(self, site: Site) -> Tensor | float | None:
+        """Return the largest absolute value that a node gives, whatever it is given; None where nothing proves one.
+
+        n normalised numbers have the mean square 1 at most, so that none is above root n.
+        """
+        node, sizes = site.node, ops.argument(site.node, "normalized_shape")
+        if ops.name(node) not in ("layer_norm", "rms_norm") or not all(isinstance(size, int) for size in sizes):
+            return row_of(node).at_most
+        bound: Any = math.sqrt(math.prod(sizes))
+        for name, applied in (("weight", operator.mul), ("bias", operator.add)):
+            held = ops.argument(node, name)
+            while isinstance(held, Node) and is_inserted(held):
+                held = held.args[0]
+            if isinstance(held, Node):
+                parameter = self._parameters.get(site.names.get(held.name, ""))
+                if parameter is None:
+                    return None  # it is computed, or a buffer
+                bound = applied(bound, parameter.detach().abs().max())
+        return bound  # type: ignore[no-any-return]
 
     def _look(self, key: str, backward: bool, t: Tensor) -> None:
         if not t.numel():
@@ -141,7 +170,8 @@ class _Ranges:
         for at, row in zip((at for names, _ in self._measured for at in names), rows, strict=True):
             by.setdefault(at, []).append(row)
         for (key, backward), seen in by.items():
-            found[backward][key] = _range(seen, None if backward else self._bounds.get(key))
+            bound = None if backward else self._bounds.get(key)
+            found[backward][key] = _range(seen, None if bound is None else float(bound))
         return found
 
 

@@ -377,6 +377,34 @@ def test_a_census_leaves_everything_as_it_was(policy: str | None) -> None:
     assert torch.equal(torch.get_rng_state(), random)
 
 
+class AddsItsHookOnce(nn.Module):
+    """A model that adds a hook at its first call, and notes that it has, as those of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.installed = nn.Linear(8, 4), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.installed:
+            self.fc.register_forward_hook(lambda module, args, out: 2 * out)
+            self.installed = True
+        out: Tensor = self.fc(x)
+        return out
+
+
+@pytest.mark.parametrize("census_first", [False, True])
+@pytest.mark.parametrize("examples", [(), (X,)])
+def test_a_hook_that_the_first_call_adds_is_there_once(census_first: bool, examples: tuple[Tensor, ...]) -> None:
+    model = AddsItsHookOnce()
+    view = fxamp.convert(model, examples or None, policy="O0", check=False)
+    if census_first:
+        assert bool(fxamp.census(view, X))
+        assert not model.fc._forward_hooks
+        assert not model.installed
+    assert torch.equal(view(X), 2 * (X @ model.fc.weight.T + model.fc.bias))
+    assert len(model.fc._forward_hooks) == 1
+
+
 def test_a_step_that_raises_leaves_everything_as_it_was() -> None:
     model = Net()
     before = {n: t.clone() for n, t in model.state_dict().items()}

@@ -74,6 +74,15 @@ def test_one_key_is_once_in_a_graph() -> None:
         Plan((decision("relu#0"), decision("relu#0")), Policy())
 
 
+def test_a_plan_of_before_there_were_ranges_has_none() -> None:
+    plan = Plan((dataclasses.replace(decision("where#0"), ranges=("mask: -1e+09",)),), Policy())
+    assert Plan.from_json(plan.to_json()) == plan
+    assert "mask: -1e+09" in str(plan.decisions[0])
+    data = json.loads(plan.to_json()) | {"version": 6}
+    del data["decisions"][0]["ranges"]
+    assert Plan.from_json(json.dumps(data)).decisions[0].ranges == ()
+
+
 def test_cut_short_file_names_the_line(plan: Plan, tmp_path: Path) -> None:
     lines = plan.to_json().splitlines()
     (tmp_path / "plan.json").write_text("\n".join(lines[:10]), encoding="utf-8")
