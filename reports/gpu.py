@@ -42,12 +42,12 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 import fxamp  # noqa: E402  (the path comes first)
-from fxamp.measure.counts import interleaved  # noqa: E402
 from fxamp.train.describe import compiled_rows  # noqa: E402
 from passes.contract.reasons import DEVIATIONS  # noqa: E402
 from passes.ops.facts import NAMES  # noqa: E402
 from reports import measure_facts  # noqa: E402
 from reports.casts import _machine, _word  # noqa: E402
+from reports.timing import interleaved  # noqa: E402
 from reports.trial.cuda import rows_of  # noqa: E402
 from reports.trial.first import Calls  # noqa: E402
 
