@@ -2,9 +2,10 @@
 
     python reports/coverage.py                              # every architecture of architectures.py
     python reports/coverage.py --only BertForMaskedLM
+    python reports/coverage.py --held-out 60                # those that a seed draws, see held_out.py
 
 Each runs in a process of its own, with a time limit. Low is BF16, the level O1, the device a CPU. Writes `coverage.md`
-and `coverage.json` beside this file.
+and `coverage.json` beside this file, or `held_out.md` and `held_out.json`.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from fxamp.measure.counts import step_counts  # noqa: E402
 from fxamp.trust.distance import UnderAutocast, distance, floats  # noqa: E402
 from passes._torch import pytree  # noqa: E402
 from passes.contract.reasons import DEVIATIONS  # noqa: E402
+from reports import held_out  # noqa: E402
 from reports.architectures import BY_NAME, Inputs  # noqa: E402
 from reports.trial.first import NOWHERE, Calls, Pair, first_difference  # noqa: E402
 from reports.trial.judge import as_graph, pair_of  # noqa: E402
@@ -489,6 +491,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Convert the architectures asked for, print the tables and write both files."""
     parser = argparse.ArgumentParser(description="Convert many architectures and compare each with torch.autocast.")
     parser.add_argument("--only", action="append", metavar="NAME", choices=list(BY_NAME), help="this one; may repeat")
+    parser.add_argument("--held-out", type=int, default=0, metavar="COUNT", help="so many that a seed draws")
     parser.add_argument("--front-end", choices=list(FRONT_ENDS), help="this front end only")
     parser.add_argument("--processes", type=int, default=2, help="how many at a time (default: %(default)s)")
     parser.add_argument("-o", "--output", type=Path, default=HERE, metavar="FOLDER", help="where to write")
@@ -496,16 +499,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     import transformers
 
     transformers.logging.set_verbosity_error()
-    for name in options.only or BY_NAME:
+    names = options.only or list(BY_NAME)
+    if options.held_out:
+        drawn, _ = held_out.draw(options.held_out)
+        BY_NAME.update(drawn)
+        names = list(drawn)
+    for name in names:
         getattr(transformers, name)  # loaded once, here, and not in every process
     fronts = [options.front_end] if options.front_end else list(FRONT_ENDS)
-    rows = run_all([(name, front) for name in options.only or BY_NAME for front in fronts], options.processes)
+    rows = run_all([(name, front) for name in names for front in fronts], options.processes)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     text = to_markdown(rows, versions)
     sys.stdout.write(text)
-    options.output.joinpath("coverage.md").write_text(text)
+    stem = "held_out" if options.held_out else "coverage"
+    options.output.joinpath(f"{stem}.md").write_text(text)
     data = {**versions, "policy": POLICY, "rows": [asdict(row) for row in rows]}
-    options.output.joinpath("coverage.json").write_text(json.dumps(data, indent=1) + "\n")
+    options.output.joinpath(f"{stem}.json").write_text(json.dumps(data, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Set
 from typing import Any
 
 import torch
@@ -20,7 +20,16 @@ from torch.fx import Graph, GraphModule, Node
 from passes._torch import enter_autocast, exit_autocast, pytree, source_name, without_transforms
 from passes.contract.policy import Policy, module_override, type_names
 from passes.graph.notes import Region, note, note_of, origin
-from passes.graph.values import ELIGIBLE, LOW_DTYPES, Inference, dtypes_of, is_floating, literal_dtype, retyped
+from passes.graph.values import (
+    ELIGIBLE,
+    LOW_DTYPES,
+    Inference,
+    dtypes_of,
+    is_floating,
+    literal_dtype,
+    refuse_mixed,
+    retyped,
+)
 from passes.ops import ops
 from passes.ops.rules import COMPOSITE, row_of
 
@@ -106,7 +115,8 @@ class _Description:
         self.by_autocast = {policy.dtype}
         named_low = any(_is_method(n) and literal_dtype(n) in LOW_DTYPES for n in graph.nodes)
         self.makes_low = bool(self.authors) or named_low
-        self.own: dict[Node, Any] = {}  # dtypes as they would be in the model without autocast anywhere
+        self.own: dict[Node, Any] = {}  # dtypes in the model itself
+        self.of_regions: dict[Region, Inference] = {}  # what ops give in the author's own regions
         self.doubtful: set[Node] = set()  # nodes whose dtype may be the model's own or autocast's
 
     def of(self, gm: GraphModule, *, inside: bool = False, region: Region | None = None) -> None:
@@ -133,8 +143,22 @@ class _Description:
             if value is not None:
                 node.meta["val"] = value = self._described(node, value, held, inside)
                 held[node] = dtypes_of(value)
-        if self.ambient and self.makes_low and not inside:
-            self.own = own_dtypes(gm.graph, self.infer, self.holds, self.given, self.doubtful)
+        regions_low = any(on and dtype in LOW_DTYPES for _, on, dtype in regions)  # type: ignore[misc]
+        if self.ambient and (self.makes_low or regions_low) and not inside:
+            self.own = own_dtypes(gm.graph, self._in_the_model, self.holds, self.given, self.doubtful)
+
+    def _in_the_model(self, node: Node, dtype_of: Callable[[Node], Any]) -> Any:
+        """Return the dtypes that a node gives in the model itself: without autocast, but for the author's own regions.
+
+        Raises where the op rejects these dtypes.
+        """
+        region = note_of(node).region
+        if region is None or not region[1]:
+            refuse_mixed(node, dtype_of)
+            return self.infer(node, dtype_of)
+        device, _, dtype = region
+        with torch.autocast(device, dtype, cache_enabled=False):
+            return self.of_regions.setdefault(region, Inference())(node, dtype_of)
 
     def _described(self, node: Node, value: Any, held: dict[Node, Any], inside: bool) -> Any:
         """Return a value as the model would compute it without autocast; the meaning of a cast is noted on it."""

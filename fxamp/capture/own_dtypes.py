@@ -19,7 +19,7 @@ import torch
 from torch.fx import Graph, Node
 
 from passes._torch import HigherOrderOperator
-from passes.graph.values import LOW_DTYPES, dtypes_of, literal_dtype, refuse_mixed
+from passes.graph.values import LOW_DTYPES, dtypes_of, literal_dtype
 
 
 def own_dtypes(
@@ -30,7 +30,7 @@ def own_dtypes(
 
     Args:
         graph: `meta["val"]` are its values without the casts of autocast.
-        infer: gives a node's output dtypes from those of its operands; raises where it rejects them.
+        infer: gives a node's output dtypes from those of its operands; raises where the kernel rejects them.
         holds: the inputs that the model itself holds, or has made low.
         given: those that the model was called with; others are not low of their own. An op that rejects one of these
             can only run under autocast, so its result is not low of its own either.
@@ -79,7 +79,6 @@ def _made(node: Node, infer: Callable[..., Any], own: dict[Node, Any], holds: Se
         return seen
     if isinstance(node.target, HigherOrderOperator):
         return without_low(seen)
-    refuse_mixed(node, own.get)
     return infer(node, own.get)
 
 
@@ -96,7 +95,6 @@ def _shown(node: Node, infer: Callable[..., Any], own: dict[Node, Any], doubtful
     made_of = {n: casts for n, casts in made_of.items() if casts}
     lowered = {**own, **dict.fromkeys(made_of, low)}
     try:
-        refuse_mixed(node, lowered.get)
         infer(node, lowered.get)
     except Exception:  # whatever a fake kernel raises
         return set()

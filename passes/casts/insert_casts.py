@@ -78,9 +78,7 @@ def _cast_operands(graph: Graph, node: Node, colouring: Colouring, assignment: A
     return edits
 
 
-def _clamp_operands(
-    graph: Graph, node: Node, colouring: Colouring, assignment: Assignment, aliases: Aliases
-) -> int:
+def _clamp_operands(graph: Graph, node: Node, colouring: Colouring, assignment: Assignment, aliases: Aliases) -> int:
     """Before: where(m, lowest, x). After: where(m, clamp(lowest, -65504, 65504), x), for x in float16.
 
     Backward of clamp reads what was clamped, which must not be written in between: such a value is copied first.

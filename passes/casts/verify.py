@@ -98,8 +98,10 @@ def _dtypes(node: Node, operands: Dtypes, assignment: Assignment) -> ValueDtype:
     # During capture an autocast region cast operands; a node in it that has a colour is cast by fxamp instead.
     region = colouring is not None and colouring.kind != KEEP and note_of(node).region is not None
     as_captured = not region and all(operands[n] == assignment.original.get(n) for n in sources)
-    if as_captured and not _is_touched(node, assignment):
-        return assignment.original.get(node)
+    before = assignment.original.get(node)
+    unknown = before is None and colouring is not None  # capture tells no value of `requires_grad_`
+    if as_captured and not unknown and not _is_touched(node, assignment):
+        return before
     try:
         refuse_mixed(node, operands.__getitem__)
         return assignment.infer(node, operands.__getitem__)

@@ -132,3 +132,22 @@ def test_a_region_round_all_of_a_model_is_the_models_own(front_end: str, dtype: 
     got = convert(model, args, front_end, f"O1,dtype={dtype}")(*args)
     with torch.autocast("cpu", FP16 if dtype == "fp16" else BF16):
         assert torch.equal(got.float(), model(*args).to(got.dtype).float())
+
+
+def returns_of_a_region(self: Any, x: Tensor) -> Any:
+    outside = self.l(x)
+    with torch.autocast("cpu", BF16):
+        inside, untouched = self.m(outside), outside.relu()
+        with torch.autocast("cpu", enabled=False):
+            exact, low = self.m(outside.float()), inside * 2
+    return outside, inside, untouched, inside + outside, exact, low, inside * 2, inside.float()
+
+
+@each_low("view", "graph")
+def test_what_a_region_of_the_models_own_returns_keeps_its_dtype(front_end: str, name: str, low: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model, args = Two(returns_of_a_region), one()
+    wanted = [t.dtype for t in model(*args)]
+    assert wanted == [F32, BF16, F32, F32, F32, BF16, BF16, F32]
+    for make in at_levels(model, args, front_end, *(f"{level},dtype={name}" for level in ("O0", "O1", "O2"))):
+        assert [t.dtype for t in make()(*args)] == wanted

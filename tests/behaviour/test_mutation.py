@@ -206,6 +206,28 @@ def test_an_op_in_place_follows_its_target(front_end: str) -> None:
         assert set(written) == {"exp_", "pow_", "mul_", "div_"}
 
 
+def read_low_then_written(self: Any, x: Tensor) -> Any:
+    y = torch.mv(self.l.weight, x[0])
+    read = y.sigmoid()
+    y.sigmoid_()
+    return self.m(x * read)
+
+
+@each_low("view", "graph")
+def test_backward_reads_an_unbounded_value_as_it_was_before_a_write(
+    front_end: str, name: str, low: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    model = Two(read_low_then_written)
+    (made,) = at_levels(model, one(), front_end, f"O3,dtype={name}")
+    made()(*one()).sum().backward()
+    got = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    model(*one()).sum().backward()
+    wanted = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    torch.testing.assert_close(got, wanted, atol=0.05, rtol=0.05)
+
+
 def test_under_cudas_lists_an_op_in_place_keeps_the_dtype_of_its_target() -> None:
     def write(self: Any, x: Tensor) -> Any:
         y = self.l(x)
@@ -277,3 +299,12 @@ def test_tensors_in_a_list_are_written_to(front_end: str, name: str, low: torch.
 
     model, args = Two(forward), one()
     assert_at_all_levels(model, args, front_end, name, low)
+
+
+@each_low("view", "graph")
+def test_a_value_made_to_require_grad_keeps_its_dtype(front_end: str, name: str, low: torch.dtype) -> None:
+    def forward(self: Any, x: Tensor) -> Any:
+        y = torch.zeros_like(self.l(x).float()).requires_grad_()  # its node has no value in Dynamo's graph
+        return self.m(y[:, :3].repeat(1, 2))
+
+    assert_at_all_levels(Two(forward), one(), front_end, name, low)
