@@ -92,12 +92,6 @@ _BY_PARAMETER: Any = WeakIdKeyDictionary()
 _BY_ROOT: weakref.WeakKeyDictionary[nn.Module, list[Converted]] = weakref.WeakKeyDictionary()
 
 
-def asked_of(module: nn.Module) -> Policy | None:
-    """Return the policy that was requested for a view, None for any other module."""
-    runner = runner_of(module)
-    return None if runner is None else runner.asked
-
-
 def runner_of(module: object) -> Any:
     """Return what runs the calls of a view; None for anything else."""
     return getattr(type(module), "_fxamp_runner", None)
