@@ -111,9 +111,10 @@ class _Ranges:
 
         n normalised numbers have the mean square 1 at most, so that none is above root n.
         """
-        node, sizes = site.node, ops.argument(site.node, "normalized_shape")
-        if ops.name(node) not in ("layer_norm", "rms_norm") or not all(isinstance(size, int) for size in sizes):
-            return row_of(node).at_most
+        node, row = site.node, row_of(site.node)
+        sizes = ops.argument(node, row.normalizes) if row.normalizes else None
+        if sizes is None or not all(isinstance(size, int) for size in sizes):
+            return row.at_most
         bound: Any = math.sqrt(math.prod(sizes))
         for name, applied in (("weight", operator.mul), ("bias", operator.add)):
             held = ops.argument(node, name)
