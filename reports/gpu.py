@@ -744,7 +744,8 @@ def trained_losses(level: str | None, autocast: bool, steps: int, small: bool) -
     follows = torch.randperm(model.config.vocab_size, generator=words)  # the word that mostly comes after each word
     losses = []
     for _ in range(steps):
-        ids = sentences(follows, *inputs["input_ids"].shape, words).to(DEVICE)
+        batch, tokens = inputs["input_ids"].shape
+        ids = sentences(follows, batch, tokens, words).to(DEVICE)
         with torch.autocast(DEVICE, dtype=BF16, enabled=autocast):
             loss = own_loss(called, {"input_ids": ids, "labels": ids})
         loss.backward()
