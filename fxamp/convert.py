@@ -1,4 +1,4 @@
-"""The one door: a model in, its converted view out; a graph in, a graph out."""
+"""A model in, its converted view out; a graph in, a graph out."""
 
 from __future__ import annotations
 

@@ -9,15 +9,17 @@ structured trace of a compilation, and the settings of replicas and shards.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
 import logging
+import operator
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,17 +39,6 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 from .contract.devices import DEVICES
 
-if TYPE_CHECKING:
-    from torch._dynamo import OptimizedModule as OptimizedModule
-else:
-
-    def __getattr__(name: str) -> Any:
-        """Load Dynamo only when `OptimizedModule` is first used, since that takes a second."""
-        if name == "OptimizedModule":
-            return torch._dynamo.OptimizedModule
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
 pytree = torch.utils._pytree
 enter_autocast, exit_autocast = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 pop_mode, push_mode = torch.utils._python_dispatch._pop_mode, torch.utils._python_dispatch._push_mode
@@ -58,6 +49,7 @@ copy_together = torch._foreach_copy_  # copies many tensors, on an accelerator b
 current_autograd_node = torch._C._current_autograd_node  # that is running in this thread; None outside of backward
 sequence_number = torch._C._autograd._get_sequence_nr  # that autograd will give to the next op that this thread records
 in_transform = torch._C._are_functorch_transforms_active  # whether a transform of `torch.func`, as vmap, is running
+without_modes = _disable_current_modes  # inside a trace too tensors are then real, and nothing is recorded
 is_traced_by_fx = torch.fx._symbolic_trace.is_fx_symbolic_tracing  # whether `torch.fx.symbolic_trace` is running
 SET_GRAD = torch._C._set_grad_enabled  # what `set_grad_enabled` is in an exported graph
 DATA_OF = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]  # what `tensor.data` is in a graph of Dynamo
@@ -209,12 +201,7 @@ def without_module_trackers() -> Iterator[None]:
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
-    """Put JSON into the structured trace of the present compilation, which `tlparse` shows; cheap without one.
-
-    Args:
-        name: name of the artefact.
-        text: function that returns the JSON; called only if there is a trace.
-    """
+    """Put JSON into the structured trace of the present compilation, which `tlparse` shows; made if there is one."""
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "json"}, payload_fn=text)
 
 
@@ -312,13 +299,6 @@ def example_sizes(size: torch.SymInt | torch.SymFloat | torch.SymBool) -> dict[A
 
 
 @contextlib.contextmanager
-def without_modes() -> Iterator[None]:
-    """Compute with real tensors, also inside a trace, which would record the op, or take the tensors for fake ones."""
-    with _disable_current_modes():
-        yield
-
-
-@contextlib.contextmanager
 def quiet_fakes() -> Iterator[None]:
     """Silence the logs and warnings of fake tensors when an op rejects its operands, since callers test for that."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
@@ -364,15 +344,14 @@ class Kernel:
 def recorded_by_inductor(record: Callable[[bool, list[Kernel]], None]) -> dict[str, Any]:
     """Return options under which Inductor compiles without its caches, and records what it has scheduled.
 
-    Args:
-        record: called for each graph that is compiled: whether it is a backward, and what it consists of.
+    It tells for each graph that it compiles whether that is a backward, and what it consists of.
     """
 
     def look(scheduled: list[Any]) -> list[Any]:
         graph: Any = torch._inductor.virtualized.V.graph
         last: dict[str, Node] = {}  # the node that gives the value of one that was decomposed
         for node in graph.module.graph.nodes:
-            if isinstance(node.meta.get("val"), torch.Tensor) and not _gives_alias(node):
+            if isinstance(node.meta.get("val"), torch.Tensor) and not _gives_alias(node) and not _is_beside(node):
                 last[_made_from(node)] = node
         parts = [part for whole in scheduled for part in whole.get_nodes() if part.node is not None]
         record(bool(graph.is_backward), [k for part in parts if (k := _kernel(part, graph, last)) is not None])
@@ -387,6 +366,11 @@ def _gives_alias(node: Node) -> bool:
     return any(r.alias_info is not None for r in returns)
 
 
+def _is_beside(node: Node) -> bool:
+    """Say whether a node is a result beside the first, as the places of a pool's maxima, or attention's statistics."""
+    return node.target is operator.getitem and bool(node.args[1] != 0)
+
+
 def _made_from(node: Node) -> str:
     sources = node.meta.get("from_node") or ()
     return str(sources[0].name) if sources else ""
@@ -397,10 +381,19 @@ def _kernel(part: Any, graph: Any, last: dict[str, Node]) -> Kernel | None:
     origin, stored = buffer.get_origin_node(), buffer.maybe_get_dtype()
     if stored is None:
         return None
-    loaded = tuple(graph.get_dtype(read.name) for read in part.read_writes.reads)
+    loaded = tuple(d for read in part.read_writes.reads if (d := _dtype_of_buffer(graph, read.name)) is not None)
     name = "" if origin is None else _made_from(origin)
     op = str(getattr(origin, "target", "")).removeprefix("aten.").partition(".")[0]
     return Kernel(name if last.get(name) is origin else "", op, stored, loaded, part.is_extern())
+
+
+def _dtype_of_buffer(graph: Any, name: str) -> torch.dtype | None:
+    """Return the dtype of a buffer; None for that of several results, each of which has a buffer of its own."""
+    try:
+        found: torch.dtype = graph.get_dtype(name)
+    except NotImplementedError:
+        return None
+    return found
 
 
 def without_transforms(value: Any) -> Any:
@@ -446,28 +439,20 @@ def source_name(placeholder: Node) -> str:
     return str(name() if callable(name) else name)  # a method in older releases
 
 
-class _RecompileLimit(logging.Filter):
-    """Reads from Dynamo's log line which function has reached the recompile limit."""
-
-    def __init__(self, call: Callable[[str], None]) -> None:
-        super().__init__()
-        self.call = call
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if str(record.msg).startswith("torch._dynamo hit config.") and isinstance(record.args, tuple):
-            match = re.search(r"function: (.*)", record.getMessage())
-            self.call(match.group(1) if match else "a function")
-        return True
-
-
+@functools.cache
 def on_recompile_limit(call: Callable[[str], None]) -> None:
     """Call a function whenever code reaches Dynamo's recompile limit, with the code's name and place.
 
     Dynamo reports this only in its log, as a warning.
     """
-    log = logging.getLogger("torch._dynamo.convert_frame")
-    if not any(isinstance(f, _RecompileLimit) and f.call is call for f in log.filters):
-        log.addFilter(_RecompileLimit(call))
+
+    def read(record: logging.LogRecord) -> bool:
+        if str(record.msg).startswith("torch._dynamo hit config.") and isinstance(record.args, tuple):
+            match = re.search(r"function: (.*)", record.getMessage())
+            call(match.group(1) if match else "a function")
+        return True
+
+    logging.getLogger("torch._dynamo.convert_frame").addFilter(read)
 
 
 def compile_records() -> list[Any]:

@@ -10,7 +10,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch.fx import Graph, Node
 
@@ -20,14 +20,12 @@ from .casts.eliminate_casts import EliminateCasts
 from .casts.insert_casts import CAST_REWRITES, InsertCasts
 from .casts.run_under_autocast import RunUnderAutocast
 from .casts.verify import verify
-from .colouring import Assignment
+from .contract.costs import Call, Penalties, Timer
 from .contract.errors import PlanError, VerificationError
-from .contract.penalties import Penalties
 from .contract.plan import Plan
 from .contract.plan_format import REMEDY
 from .contract.policy import Policy, check_used
-from .contract.timing import Call, Timer
-from .form import Pass, Unit
+from .form import Assignment, Pass, Unit
 from .graph.bodies import Body, Border, all_graphs, bodies_of
 from .graph.notes import is_inserted
 from .graph.values import keys, module_types, no_autocast
@@ -39,8 +37,6 @@ from .runtime.casts import again
 from .watch import watchers
 
 __all__ = ["NAMES", "compile_graph"]
-
-Resolve: TypeAlias = Callable[[str], Any]  # the target of a get_attr
 
 
 def preparing(policy: Policy) -> tuple[Pass, ...]:
@@ -60,7 +56,7 @@ NAMES = tuple(step.name for step in (*preparing(Policy()), AssignPrecision(Polic
 def compile_graph(
     graph: Graph,
     policy: Policy,
-    attribute: Resolve,
+    attribute: Callable[[str], Any],
     *,
     capture: str = "graph",
     notes: tuple[str, ...] = (),
@@ -86,8 +82,9 @@ def compile_graph(
             dtypes that autocast gives them; unless the level is O0.
 
     Raises:
-        PolicyError: the policy does not fit the graph.
-        PlanError: the plan does not fit the graph.
+        PolicyError: the policy does not fit the graph: an override matches nothing, or two contradict each other; an op
+            is banned or, with unknown_ops="error", unknown; costs are to be measured, but nothing can be run.
+        PlanError: the plan does not fit the graph, or stores a value low that a reader needs in FP32.
         VerificationError: a pass went wrong; the graph is not to be used.
     """
     with no_autocast():
@@ -148,11 +145,7 @@ def _compiled(unit: Unit, steps: Sequence[Pass], edits: Counter[str], done: dict
 
 
 def _run(unit: Unit, steps: Sequence[Pass], edits: Counter[str]) -> Unit:
-    """Run passes over one graph, call the watchers, and count how often each rewrite fired, as "pass/rewrite".
-
-    Returns:
-        The graph with what was decided on it.
-    """
+    """Run passes over one graph, call the watchers, and count each rewrite; return the graph with what was decided."""
     for step in steps:
         for watcher in watchers():
             watcher.before(step, unit)
@@ -169,11 +162,9 @@ def _run(unit: Unit, steps: Sequence[Pass], edits: Counter[str]) -> Unit:
 
 def _inside(node: Node, body: Body, outside: Assignment) -> Unit:
     """Return the body of a higher-order op, with the dtypes that hold at its border."""
-    entered = body.first is not None
-    inputs = {p: outside.dtypes[v] for p, v in body.operands(node).items()} if entered else {}
-    restored = not entered or outside.dtypes[node] == outside.original[node]
-    simulated = outside.bodies.get(node) if entered else None
-    return Unit(body.graph, body.attribute, Border(inputs, restored, bodies=body.bodies()), simulated=simulated)
+    simulated = None if body.first is None else outside.bodies[node]
+    border = Border(bodies=body.bodies()) if simulated is None else simulated.border
+    return Unit(body.graph, body.attribute, border, simulated=simulated)
 
 
 def _check_overrides(policy: Policy, graphs: Sequence[Graph]) -> None:

@@ -38,12 +38,9 @@ class Verified(Watcher):
 
 @dataclass
 class Timed(Watcher):
-    """Adds up how long each pass takes, over all graphs.
+    """Adds up how long each pass takes, over all graphs, in seconds by the name of the pass.
 
-    Attributes:
-        clock: gives seconds; by default those of the processor, so that other programs do not count.
-        seconds: by the name of the pass.
-        started: when the pass that runs now was started.
+    The clock is that of the processor, unless another is given, so that other programs do not count.
     """
 
     clock: Callable[[], float] = time.process_time
@@ -61,12 +58,7 @@ class Timed(Watcher):
 
 @dataclass
 class Printed(Watcher):
-    """Writes every graph after one pass, with one line for each node and its dtype, and how often each rewrite fired.
-
-    Attributes:
-        name: name of the pass.
-        write: function that takes the text.
-    """
+    """Writes every graph after the pass of a name: a line for each node and its dtype, and how often rewrites fired."""
 
     name: str
     write: Callable[[str], object]

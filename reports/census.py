@@ -2,8 +2,9 @@
 
     sweep    every model of the zoo, architectures and models of other libraries, the two drawn by SEED, at O1 and O2:
              a census has no difference, and its casts and bytes are those that a counter of dispatched ops counts
-    tamper   behind the plan's back, the graph of a model is changed before it runs: one node in another dtype, one cast
-             away, one op outside of the graph. The census names each, and nothing on the same graph untouched
+    tamper   behind the plan's back, a graph of a model is changed before it runs: one node in another dtype, one cast
+             away, one op outside of the graph. The census names each, and nothing on the same graph untouched. In some
+             models no cast can go: each is read by a kernel that takes no other dtype
     cost     plain steps, steps with `census=`, and censuses take turns
 
 Models of other libraries are tried where these are installed (see `libraries.py`). Each case runs in a process of its
@@ -22,6 +23,7 @@ import sys
 import time
 import timeit
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,7 @@ from fxamp.report.record.build import named  # noqa: E402
 from fxamp.trust.given_step import loss_of, output_of  # noqa: E402
 from passes._torch import inner_backend  # noqa: E402
 from passes.graph.notes import is_inserted  # noqa: E402
+from passes.ops.rules import LOW, row_of  # noqa: E402
 from reports import architectures, libraries, zoo  # noqa: E402
 from reports.timing import interleaved  # noqa: E402
 from reports.trial.options import add_options, write  # noqa: E402
@@ -48,10 +51,11 @@ from reports.trial.workers import Found, Record, run_all  # noqa: E402
 
 RECORD = HERE.parent / "build" / "trial" / "census.jsonl"
 SEED = 33
-ARCHITECTURES, LIBRARIES, TAMPERED = 15, 20, 20
+ARCHITECTURES, LIBRARIES, TAMPERED = 15, 20, 24
 POLICIES = ("O1,dtype=bf16", "O2,dtype=bf16")
 TO = torch.ops.aten.to.dtype
 DRAWS = 40  # nodes that are tried until one can be changed so that the graph still runs
+NONE_CAN = "no node can be changed so that the graph still runs"
 Loss = Callable[[Any], Tensor] | None
 
 
@@ -130,12 +134,42 @@ def swept(model: nn.Module, inputs: Any, loss: Loss, policy: str, compiler: str)
     return {**row, "counted_casts": counted.casts, "counted_bytes": counted.cast_bytes}
 
 
-# What is done to a graph behind the back of its plan. Each returns the name of the node.
+# What is done to a graph behind the back of its plan: to which nodes, the better ones first, and how.
 
 
-def _in_another_dtype(graph: GraphModule, draw: random.Random) -> str:
+class _Draw:
+    """Draws nodes at random, none twice, and those of an earlier list first."""
+
+    def __init__(self) -> None:
+        self.random, self.drawn = random.Random(SEED), set[tuple[int, str]]()
+
+    def __call__(self, number: int, *lists: list[Node]) -> Node | None:
+        """Return a node of the first list that has one left; None if none has."""
+        for nodes in lists:
+            if left := [n for n in nodes if (number, n.name) not in self.drawn]:
+                node = self.random.choice(left)
+                self.drawn.add((number, node.name))
+                return node
+        return None
+
+
+def _calls(graph: GraphModule) -> tuple[list[Node], ...]:
+    return ([n for n in graph.graph.nodes if _computes(n)],)
+
+
+def _casts(graph: GraphModule) -> tuple[list[Node], ...]:
+    """Return the casts that can go, those to FP32 first: no product takes two dtypes, and few other kernels do."""
+    casts = [n for n in graph.graph.nodes if is_inserted(n) and n.target is TO and _readers(n)]
+    up = [n for n in casts if n.args[1] is torch.float32]
+    return up, [n for n in casts if not any(map(_is_product, _readers(n)))]
+
+
+def _is_product(node: Node) -> bool:
+    return node.op == "call_function" and row_of(node).cpu == LOW
+
+
+def _in_another_dtype(graph: GraphModule, node: Node) -> None:
     """Run one node in the other dtype, its operands cast before and its result after."""
-    node = draw.choice([n for n in graph.graph.nodes if _computes(n)])
     other = torch.float32 if _value(node).dtype is torch.bfloat16 else torch.bfloat16
     for operand in [n for n in node.all_input_nodes if _is_float(n)]:
         with graph.graph.inserting_before(node):
@@ -144,42 +178,32 @@ def _in_another_dtype(graph: GraphModule, draw: random.Random) -> str:
     with graph.graph.inserting_after(node):
         back = graph.graph.call_function(TO, (node, _value(node).dtype))
     node.replace_all_uses_with(back, lambda user: user is not back)
-    return node.name
 
 
-def _without_a_cast(graph: GraphModule, draw: random.Random) -> str:
-    """Take one cast away, so that its readers read what it cast.
-
-    Of casts to FP32, where there are: most kernels take no FP32 beside what is low.
-    """
-    casts = [n for n in graph.graph.nodes if is_inserted(n) and n.target is TO and _readers(n)]
-    cast = draw.choice([n for n in casts if n.args[1] is torch.float32] or casts)
-    reader = _readers(cast)[0]
+def _without_a_cast(graph: GraphModule, cast: Node) -> None:
+    """Take one cast away, so that its readers read what it cast."""
     cast.replace_all_uses_with(cast.all_input_nodes[0])
     graph.graph.erase_node(cast)
-    return reader.name
 
 
-def _readers(cast: Node) -> list[Node]:
-    return [n for n in cast.users if not is_inserted(n)]
-
-
-def _outside(graph: GraphModule, draw: random.Random) -> str:
+def _outside(graph: GraphModule, node: Node) -> None:
     """Compute one op in a function that is no op of the graph."""
-    node = draw.choice([n for n in graph.graph.nodes if _computes(n)])
     call = node.target if node.op == "call_function" else operator.methodcaller
     with graph.graph.inserting_before(node):
         made = graph.graph.call_function(_by_hand, (call, *node.args), node.kwargs)
     node.replace_all_uses_with(made)
     graph.graph.erase_node(node)
-    return node.name
 
 
 def _by_hand(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return target(*args, **kwargs)
 
 
-TAMPERS = {"dtype": _in_another_dtype, "cast": _without_a_cast, "outside": _outside}
+TAMPERS = {"dtype": (_calls, _in_another_dtype), "cast": (_casts, _without_a_cast), "outside": (_calls, _outside)}
+
+
+def _readers(cast: Node) -> list[Node]:
+    return [n for n in cast.users if not is_inserted(n)]
 
 
 def _computes(node: Node) -> bool:
@@ -198,14 +222,19 @@ def _is_float(node: Node) -> bool:
 
 
 @contextlib.contextmanager
-def _tampering(how: str, draw: random.Random) -> Iterator[list[str]]:
-    """Change the first graph captured inside that computes; yield the names of the nodes that were changed."""
+def _tampering(how: str, draw: _Draw) -> Iterator[list[str]]:
+    """Change the first graph captured inside that has a node to change; yield the key of the node."""
     changed: list[str] = []
+    found, change = TAMPERS[how]
+    numbers = itertools.count()
 
     def instead(*settings: Any) -> Any:
         def compile(graph: GraphModule, inputs: Any) -> Any:
-            if not changed and any(map(_computes, graph.graph.nodes)):
-                changed.append(TAMPERS[how](graph, draw))
+            node = None if changed else draw(next(numbers), *found(graph))
+            if node is not None:
+                reader = _readers(node)[0] if how == "cast" else node
+                changed.append(named(graph.graph).get(reader, "(output)"))
+                change(graph, node)
                 graph.graph.lint()
                 graph.recompile()
             return inner_backend(*settings)(graph, inputs)
@@ -222,56 +251,56 @@ def _tampering(how: str, draw: random.Random) -> Iterator[list[str]]:
 def tampered(model: nn.Module, inputs: Any, loss: Loss, how: str) -> Found:
     """Say whether a census names what was changed, and nothing where nothing was."""
     untouched = fxamp.census(fxamp.convert(model, policy=POLICIES[0], check=False), inputs, loss=loss)
-    draw = random.Random(SEED)
-    for tried in itertools.count(1):
+    draw, refused = _Draw(), ""
+    for tried in range(1, DRAWS + 1):
         view = fxamp.convert(model, policy=POLICIES[0], check=False)
         with _tampering(how, draw) as changed:
             try:
                 found = fxamp.census(view, inputs, loss=loss)
             except Exception as e:  # the changed graph does not run
-                if tried == DRAWS:
-                    return {"problem": f"no node can be changed: {type(e).__name__}: {e}"[:200], "tried": tried}
+                refused = f"{type(e).__name__}: {e}"[:200]
                 continue
-        break
-    key = _key(view, changed[0])
-    said = [str(d) for d in found.differences]
-    return {
-        "untouched": len(untouched.differences), "changed": key, "tried": tried, "said": said[:5],
-        "named": any(key in text for text in said),
-    }  # fmt: skip
-
-
-def _key(view: nn.Module, name: str) -> str:
-    """Return the key that a node that was changed has in the plan."""
-    if name == "output":
-        return "(output)"
-    graph = fxamp.graphs(view)[0].graph
-    return next(key for node, key in named(graph).items() if node.name == name)
+        if not changed:
+            break
+        said = [str(d) for d in found.differences]
+        return {
+            "untouched": len(untouched.differences), "changed": changed[0], "tried": tried, "said": said[:5],
+            "named": any(changed[0] in text for text in said),
+        }  # fmt: skip
+    return {"untouched": len(untouched.differences), "unchanged": refused or NONE_CAN}
 
 
 # What a census costs.
 
 
 def cost(layers: int = 4, width: int = 256, batch: int = 4, length: int = 64, rounds: int = 12) -> str:
-    """Return the table of times of a BERT, each over that of a plain step."""
+    """Return the table of times of a BERT: of one TrainStep, with its census and without, each over a plain step."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    made, given = _steps(layers, width, batch, length)
-    first = made["a step"]
-    variants = {name: (lambda step=step: step(given)) for name, step in made.items()}
-    windows = interleaved(variants, 4 * rounds, warmup=4)
-    plain = windows["a step"].median
-    rows = [(name, f"{1e3 * t.median:.1f}", f"{t.median / plain:.3f}") for name, t in windows.items()]
-    taken = interleaved({
-        "a step": variants["a step"], "a census of the step": lambda: fxamp.census(first, given),
-        "a census of the view": lambda: fxamp.census(first.model, given),
-    }, rounds)  # fmt: skip
-    plain = taken["a step"].median
-    rows += [(n, f"{1e3 * t.median:.1f}", f"{t.median / plain:.3f}") for n, t in taken.items() if n != "a step"]
-    look = made["a step, census="].census
+    step, given = _step(layers, width, batch, length)
+    look = step.census
     assert look is not None
-    due = timeit.timeit(lambda: look.is_due(first.model), number=200) / 200
-    rows.append(("the look whether a census is due", f"{1e3 * due:.3f}", f"{due / plain:.5f}"))
+    step(given)
+
+    def plain() -> None:
+        step.census = None
+        step(given)
+
+    def watched() -> None:
+        step.census = look
+        step(given)
+
+    windows = interleaved({"a step": plain, "a step again": plain, "a step, census=": watched}, 4 * rounds, warmup=4)
+    taken = interleaved({
+        "a step": plain, "a census of the step": lambda: fxamp.census(step, given),
+        "a census of the view": lambda: fxamp.census(step.model, given),
+    }, rounds)  # fmt: skip
+    due = timeit.timeit(lambda: look.is_due(step.model), number=200) / 200
+    rows = [
+        (name, f"{1e3 * t.median:.1f}", f"{t.median / found['a step'].median:.3f}")
+        for found in (windows, taken) for name, t in found.items() if found is windows or name != "a step"
+    ]  # fmt: skip
+    rows.append(("the look whether a census is due", f"{1e3 * due:.3f}", f"{due / taken['a step'].median:.5f}"))
     shape = f"BERT, {layers} layers, {width} wide, batch {batch}, length {length}, one thread"
     table = tabulate(
         rows, ("", "ms", "over a step"), "pipe", disable_numparse=True, colalign=("left", "right", "right")
@@ -279,22 +308,19 @@ def cost(layers: int = 4, width: int = 256, batch: int = 4, length: int = 64, ro
     return f"{shape}\n\n{table}\n"
 
 
-def _steps(layers: int, width: int, batch: int, length: int) -> tuple[dict[str, fxamp.TrainStep], dict[str, Tensor]]:
-    """Return three TrainSteps of equal models, one of which takes a census, and a batch."""
+def _step(layers: int, width: int, batch: int, length: int) -> tuple[fxamp.TrainStep, dict[str, Tensor]]:
+    """Return a TrainStep that takes a census, and a batch."""
     import transformers
 
-    made = {}
-    for name, census in (("a step", None), ("a step again", None), ("a step, census=", "warn")):
-        torch.manual_seed(0)
-        config = transformers.BertConfig(
-            num_hidden_layers=layers, hidden_size=width, num_attention_heads=4, intermediate_size=4 * width,
-            vocab_size=1000,
-        )  # fmt: skip
-        model = transformers.BertForMaskedLM(config).train()
-        ids = torch.randint(1000, (batch, length))
-        view = fxamp.convert(model, kwargs={"input_ids": ids, "labels": ids}, policy="O1,dtype=bf16", check=False)
-        made[name] = fxamp.TrainStep(view, None, torch.optim.AdamW(model.parameters()), census=census)  # type: ignore[arg-type]
-    return made, {"input_ids": ids, "labels": ids.clone()}
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        num_hidden_layers=layers, hidden_size=width, num_attention_heads=4, intermediate_size=4 * width, vocab_size=1000
+    )
+    model = transformers.BertForMaskedLM(config).train()
+    ids = torch.randint(1000, (batch, length))
+    given = {"input_ids": ids, "labels": ids.clone()}
+    view = fxamp.convert(model, kwargs=given, policy="O1,dtype=bf16", check=False)
+    return fxamp.TrainStep(view, None, torch.optim.AdamW(model.parameters()), census="warn"), given
 
 
 # The report.
@@ -307,7 +333,7 @@ def summary(found: dict[str, Found], took: str = "") -> Found:
 
 def to_markdown(data: Found) -> str:
     """Write the report."""
-    rows = {case: entry for case, entry in data["cases"].items() if entry.get("built")}
+    rows = {case: entry for case, entry in data["cases"].items() if entry.get("built", True)}
     swept = {case: e for case, e in rows.items() if case.startswith("sweep")}
     tampered = {case: e for case, e in rows.items() if case.startswith("tamper")}
     table = []
@@ -318,15 +344,22 @@ def to_markdown(data: Found) -> str:
         casts = f"{len(alike)} of {len(counted)}" if counted else ""
         table.append((by, policy, len(those), sum(e.get("as_planned", False) for e in those), casts))
     of_tampers = [
-        (how, len(those), sum(e.get("named", False) for e in those), sum(e.get("untouched", 0) for e in those))
+        (how, len(those), sum("changed" in e for e in those), sum(e.get("named", False) for e in those),
+         sum(e.get("untouched", 0) for e in those))
         for how in TAMPERS if (those := [e for case, e in tampered.items() if case.endswith(f"|{how}")])
     ]  # fmt: skip
+    changed = Counter(case.split("|")[1] for case, e in tampered.items() if "changed" in e)
+    all_three = sum(count == len(TAMPERS) for count in changed.values())
+    unchanged = [f"- `{case.replace('|', ' ')}`: {e['unchanged']}" for case, e in tampered.items() if "unchanged" in e]
     lines = [
         "# The census\n", f"Written by `reports/census.py` on a CPU, torch {data['torch']}, seed {data['seed']}.\n",
         "## What ran is what was planned\n",
         tabulate(table, ("compiler", "policy", "models", "as planned", "casts and bytes as counted"), "pipe"),
         "\n## What was changed behind the plan's back\n",
-        tabulate(of_tampers, ("changed", "models", "named", "differences of the same graph untouched"), "pipe"),
+        tabulate(
+            of_tampers, ("change", "models", "changed", "named", "differences of the same graph untouched"), "pipe"
+        ),
+        f"\nIn {all_three} models all three changes could be made. Where one could not:\n", *unchanged,
         "\n## What was not so\n", *(_problem(case, e) for case, e in data["cases"].items() if failed(e)),
         "\n## What a census costs\n", data["cost"],
     ]  # fmt: skip
@@ -338,11 +371,11 @@ def failed(entry: Found) -> bool:
     counts = entry.get("casts"), entry.get("bytes")
     miscounted = "counted_casts" in entry and counts != (entry["counted_casts"], entry["counted_bytes"])
     wrong = not entry.get("as_planned", True) or not entry.get("named", True) or entry.get("untouched", 0)
-    return bool(wrong or miscounted or {"problem", "died", "error"} & set(entry))
+    return bool(wrong or miscounted or {"problem", "died", "harness"} & set(entry))
 
 
 def _problem(case: str, entry: Found) -> str:
-    keys = ("problem", "died", "error", "differences", "said", "changed", "casts", "counted_casts", "untouched")
+    keys = ("problem", "died", "harness", "differences", "said", "changed", "casts", "counted_casts", "untouched")
     said = ", ".join(f"{key} {entry[key]}" for key in keys if entry.get(key))
     return f"- `{case.replace('|', ' ')}`: {' '.join(said.split())[:500]}"
 

@@ -19,6 +19,7 @@ import gc
 import json
 import logging
 import math
+import re
 import subprocess
 import sys
 import time
@@ -56,6 +57,7 @@ DEVICE = "cuda" if CUDA else "cpu"
 BF16, FP16 = torch.bfloat16, torch.float16
 SECONDS, GRACE = 510.0, 30.0  # in all, and what a section may take longer before it is ended
 WARMUP, ROUNDS, FEWEST, WINDOW = 3, 15, 5, 4
+LEAST = 5  # rows in which fxamp gains least
 UNFINISHED, NO_TIME = "was not finished", "left out for lack of time"
 
 Inputs = dict[str, Tensor]
@@ -70,13 +72,14 @@ Rows = Iterator[list[Row]]  # of one task, each time all that there are
 class Subject:
     """A model of `transformers`: the beginning of its class's name, the class, its sizes, and those of other forms.
 
-    `tokens` is the length of a text, 0 for images; `large` a batch that fills a GPU.
+    `tokens` is the length of a text, 0 for images. `batches` go from one that is bound by launching kernels to one that
+    is bound by computing.
     """
 
     family: str
     task: str
     tokens: int
-    large: int
+    batches: tuple[int, ...]
     sizes: Mapping[str, Any]
     shallow: Mapping[str, Any]
     small: Mapping[str, Any]
@@ -112,20 +115,20 @@ _LLAMA = {
 }  # fmt: skip
 _RESNET_TINY = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "num_labels": 3}
 SUBJECTS = {
-    "BERT-base": Subject("Bert", "ForMaskedLM", 128, 32, {}, _LAYERS, {**_TINY, "vocab_size": 60}),
+    "BERT-base": Subject("Bert", "ForMaskedLM", 128, (1, 8, 32, 128), {}, _LAYERS, {**_TINY, "vocab_size": 60}),
     "GPT-2": Subject(
-        "GPT2", "LMHeadModel", 512, 8, {"use_cache": False, "bos_token_id": 0, "eos_token_id": 0}, {"n_layer": 2},
+        "GPT2", "LMHeadModel", 512, (1, 8), {"use_cache": False, "bos_token_id": 0, "eos_token_id": 0}, {"n_layer": 2},
         _GPT2_TINY,
     ),
     "ResNet-50": Subject(
-        "ResNet", "ForImageClassification", 0, 64, {"num_labels": 1000}, {"depths": [1, 1, 1, 1]}, _RESNET_TINY
+        "ResNet", "ForImageClassification", 0, (1, 64), {"num_labels": 1000}, {"depths": [1, 1, 1, 1]}, _RESNET_TINY
     ),
     "ViT-B": Subject(
-        "ViT", "ForImageClassification", 0, 64, {"num_labels": 1000}, _LAYERS,
+        "ViT", "ForImageClassification", 0, (1, 64), {"num_labels": 1000}, _LAYERS,
         {**_TINY, "image_size": 32, "num_labels": 3},
     ),
     "Llama 0.5B": Subject(
-        "Llama", "ForCausalLM", 512, 8, _LLAMA, _LAYERS, {**_TINY, "num_key_value_heads": 1, "vocab_size": 60}
+        "Llama", "ForCausalLM", 512, (1, 8), _LLAMA, _LAYERS, {**_TINY, "num_key_value_heads": 1, "vocab_size": 60}
     ),
 }  # fmt: skip
 
@@ -347,25 +350,108 @@ def _apart(expected: Tensor, got: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Run:
-    """One way to train a model, ready to be measured.
+    """One way to train a model or to call it, ready to be measured.
 
     Attributes:
-        call: Trains on a window.
-        window: Of so many micro-batches.
-        note: Says what became of what was to be compiled.
-        graphed: The model and the optimizer that it has to itself, where it captures CUDA graphs.
+        call: Trains on a window, or calls the model as often.
+        window: How many micro-batches or calls that is.
+        note: Says what was compiled, and of inference how far the output is from autocast's.
+        owned: Where it captures CUDA graphs, the bytes of a model and an optimizer that no other way has.
     """
 
     call: Callable[[], object]
     window: int = 1
     note: Callable[[], str] = str
-    graphed: tuple[nn.Module, Optimizer] | None = None
+    owned: Callable[[], int] | None = None
+
+
+class Inference:
+    """A model in evaluation mode with inputs, and the ways to call it under `torch.inference_mode`.
+
+    A run is several calls in one autocast region, as a generation or a diffusion is.
+    """
+
+    def __init__(self, subject: Subject, batch: int, low: torch.dtype, small: bool) -> None:
+        self.low, self.small = low, small
+        model, inputs = subject.build(batch, small)
+        self.model, self.inputs = model.eval(), {k: v for k, v in inputs.items() if k != "labels"}
+        self._open = contextlib.ExitStack()
+        with torch.inference_mode(), torch.autocast(DEVICE, dtype=low):
+            self._expected = own_logits(self.model, self.inputs).float()
+
+    def close(self) -> None:
+        """Leave the regions in which weights are frozen."""
+        self._open.close()
+
+    def by_hand(
+        self, *, autocast: bool = True, cached: bool = False, compiled: bool = False, graphs: bool = False
+    ) -> Run:
+        """Return calls under autocast or in FP32; `cached` is under `torch.no_grad`, where autocast keeps casts."""
+        call = _compiled(own_logits, self.small, graphs=graphs) if compiled else own_logits
+        return self._run(self.model, call, autocast=autocast, cached=cached, graphs=graphs)
+
+    def all_low(self, *, compiled: bool = False) -> Run:
+        """Return calls of a copy of the model whose weights are low."""
+        call = _compiled(own_logits, self.small, graphs=False) if compiled else own_logits
+        return self._run(copy.deepcopy(self.model).to(self.low), call, autocast=False)
+
+    def by_fxamp(self, level: str, *, frozen: bool = True, compiled: bool = False, graphs: bool = False) -> Run:
+        """Return calls of a view, whose weights are cast at every call or, `frozen`, once."""
+        how: Any = {"backend": "aot_eager" if self.small else "inductor"} if compiled else {}
+        if graphs and not self.small:
+            how["mode"] = "reduce-overhead"
+        view = fxamp.convert(self.model, policy=fxamp.Policy(level, dtype=self.low), dynamic=False, **how)
+        if frozen:
+            self._open.enter_context(fxamp.frozen(view))
+        return self._run(view, own_logits, autocast=False, graphs=graphs)
+
+    def _run(
+        self,
+        model: nn.Module,
+        logits: Callable[[Any, Inputs], Tensor],
+        *,
+        autocast: bool,
+        cached: bool = False,
+        graphs: bool = False,
+    ) -> Run:
+        dtype = next(model.parameters()).dtype
+        inputs = {k: v.to(dtype) if v.is_floating_point() else v for k, v in self.inputs.items()}
+        without_gradients = torch.no_grad if cached else torch.inference_mode
+
+        def calls(times: int = WINDOW) -> Tensor:
+            with without_gradients(), torch.autocast(DEVICE, dtype=self.low, enabled=autocast):
+                for _ in range(times):
+                    if graphs:
+                        torch.compiler.cudagraph_mark_step_begin()
+                    output = logits(model, inputs)
+            return output
+
+        def note() -> str:
+            apart = _apart(self._expected, calls(1).float())
+            return f"output {apart:.2g} apart" if apart else "output equal"
+
+        return Run(calls, WINDOW, note, (lambda: 0) if graphs else None)
+
+
+def own_logits(model: Any, inputs: Inputs) -> Tensor:
+    """Return the logits of a model."""
+    logits: Tensor = model(**inputs).logits
+    return logits
+
+
+def _compiled(function: Callable[[Any, Inputs], Tensor], small: bool, *, graphs: bool) -> Any:
+    """Return a function compiled by Inductor, in CUDA graphs or not; in the small form nothing is generated."""
+    # A function of its own: of what shares its code Dynamo would check the guards of all at every call.
+    own = types.FunctionType(function.__code__.replace(), globals())
+    how: Any = {"backend": "aot_eager" if small else "inductor"}
+    return torch.compile(own, dynamic=False, **({"mode": "reduce-overhead"} if graphs and not small else how))
 
 
 class Bench:
     """A model with inputs, and the ways to train it, which share its weights and the state of one optimizer.
 
-    Low weights are others, and CUDA graphs want gradients that stay where they are: these have a copy of the model.
+    A way with 16-bit weights has its own copy of the model. So has one with CUDA graphs, whose gradients have to stay
+    at their addresses.
     """
 
     def __init__(self, subject: Subject, batch: int, low: torch.dtype, small: bool) -> None:
@@ -374,6 +460,9 @@ class Bench:
         self.optimizer = _adamw(self.model)
         self._levels: dict[str, Any] = {}
 
+    def close(self) -> None:
+        """Nothing is open."""
+
     def by_hand(self, *, autocast: bool = True, window: int = 1, compiled: bool = False, graphs: bool = False) -> Run:
         """Return a loop by hand, under autocast or in FP32."""
         model: nn.Module = copy.deepcopy(self.model) if graphs else self.model
@@ -381,7 +470,7 @@ class Bench:
         one = self._loss(model, self.inputs, autocast=autocast, compiled=compiled, graphs=graphs)
         scaler = torch.amp.GradScaler(DEVICE, enabled=autocast and self.low == FP16)
         call = functools.partial(by_hand, one, list(model.parameters()), optimizer, scaler, window)
-        return Run(call, window, graphed=(model, optimizer) if graphs else None)
+        return Run(call, window, owned=functools.partial(_nbytes, model, optimizer) if graphs else None)
 
     def all_low(self, *, compiled: bool = False) -> Run:
         """Return a loop by hand over a model whose weights are low."""
@@ -394,12 +483,7 @@ class Bench:
     def _loss(
         self, model: nn.Module, inputs: Inputs, *, autocast: bool, compiled: bool, graphs: bool
     ) -> Callable[[], Tensor]:
-        run: Any = own_loss
-        if compiled:
-            # A function of its own: of what shares its code Dynamo would check the guards of all at every call.
-            own = types.FunctionType(own_loss.__code__.replace(), globals())
-            how: Any = {"mode": "reduce-overhead"} if graphs and not self.small else {"backend": self._backend}
-            run = torch.compile(own, dynamic=False, **how)
+        run: Any = _compiled(own_loss, self.small, graphs=graphs) if compiled else own_loss
 
         def loss() -> Tensor:
             if graphs:
@@ -419,7 +503,8 @@ class Bench:
             self._levels.update(zip(levels, converted(self.model, self.inputs, self.low, *levels), strict=True))
         module = copy.deepcopy(self._levels[level]) if graphs else self._levels[level]
         optimizer = _adamw(module) if graphs else self.optimizer
-        compile: Any = {"backend": self._backend, "dynamic": False} if compiled else False
+        backend = "aot_eager" if self.small else "inductor"
+        compile: Any = {"backend": backend, "dynamic": False} if compiled else False
         step = fxamp.TrainStep(
             module, None, optimizer, accumulate_steps=window, weights=weights, compile=compile,
             cuda_graph=graphs and not self.small,
@@ -428,12 +513,14 @@ class Bench:
         def note() -> str:
             return "; ".join(f"{what}: {text}" for what, text in compiled_rows(step.compiled)[1:])
 
-        own = (module, optimizer) if graphs else None
-        return Run(lambda: [step(self.inputs) for _ in range(window)], window, note, own)
+        owned = functools.partial(_nbytes, module, optimizer) if graphs else None
+        return Run(lambda: [step(self.inputs) for _ in range(window)], window, note, owned)
 
-    @property
-    def _backend(self) -> str:
-        return "aot_eager" if self.small else "inductor"
+
+def _nbytes(model: nn.Module, optimizer: Optimizer) -> int:
+    """Return the bytes of a model and of the state of an optimizer."""
+    states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+    return sum(t.nbytes for t in (*model.parameters(), *model.buffers(), *states))
 
 
 def _adamw(model: nn.Module) -> Optimizer:
@@ -441,10 +528,26 @@ def _adamw(model: nn.Module) -> Optimizer:
 
 
 AUTOCAST = "torch.autocast"
-FOURS = f", windows of {WINDOW}"
-Ways = Mapping[
-    str, tuple[str, Callable[[Bench], Run]]
-]  # the variant of autocast to divide times by, and how to make it
+FOURS, GRAPHED = f", windows of {WINDOW}", ", CUDA graphs"
+# By variant: the variant of autocast to divide its time by, and how to make it.
+Ways = Mapping[str, tuple[str, Callable[[Any], Run]]]
+INFERENCE: Ways = {
+    AUTOCAST: (AUTOCAST, Inference.by_hand),
+    "torch.autocast, no_grad": (AUTOCAST, lambda b: b.by_hand(cached=True)),
+    "fxamp O1": (AUTOCAST, lambda b: b.by_fxamp("O1", frozen=False)),
+    "fxamp O1, frozen": (AUTOCAST, lambda b: b.by_fxamp("O1")),
+    "fxamp O2, frozen": (AUTOCAST, lambda b: b.by_fxamp("O2")),
+    "FP32 with TF32": (AUTOCAST, lambda b: b.by_hand(autocast=False)),
+    "all low": (AUTOCAST, Inference.all_low),
+}
+COMPILED_INFERENCE: Ways = {
+    AUTOCAST: (AUTOCAST, lambda b: b.by_hand(compiled=True)),
+    "fxamp O1, frozen": (AUTOCAST, lambda b: b.by_fxamp("O1", compiled=True)),
+    AUTOCAST + GRAPHED: (AUTOCAST + GRAPHED, lambda b: b.by_hand(compiled=True, graphs=True)),
+    "fxamp O1, frozen" + GRAPHED: (AUTOCAST + GRAPHED, lambda b: b.by_fxamp("O1", compiled=True, graphs=True)),
+    "FP32 with TF32": (AUTOCAST, lambda b: b.by_hand(autocast=False, compiled=True)),
+    "all low": (AUTOCAST, lambda b: b.all_low(compiled=True)),
+}
 EAGER: Ways = {
     AUTOCAST: (AUTOCAST, Bench.by_hand),
     "fxamp O1": (AUTOCAST, lambda b: b.by_fxamp("O1")),
@@ -460,42 +563,44 @@ EAGER: Ways = {
 COMPILED: Ways = {
     AUTOCAST: (AUTOCAST, lambda b: b.by_hand(compiled=True)),
     "fxamp O1": (AUTOCAST, lambda b: b.by_fxamp("O1", compiled=True)),
+    AUTOCAST + GRAPHED: (AUTOCAST + GRAPHED, lambda b: b.by_hand(compiled=True, graphs=True)),
+    "fxamp O1" + GRAPHED: (AUTOCAST + GRAPHED, lambda b: b.by_fxamp("O1", compiled=True, graphs=True)),
     "fxamp O2": (AUTOCAST, lambda b: b.by_fxamp("O2", compiled=True)),
+    "fxamp O2" + GRAPHED: (AUTOCAST + GRAPHED, lambda b: b.by_fxamp("O2", compiled=True, graphs=True)),
     "FP32 with TF32": (AUTOCAST, lambda b: b.by_hand(autocast=False, compiled=True)),
     "all low": (AUTOCAST, lambda b: b.all_low(compiled=True)),
 }
-GRAPHS: Ways = {
-    AUTOCAST: (AUTOCAST, lambda b: b.by_hand(compiled=True, graphs=True)),
-    "fxamp O1": (AUTOCAST, lambda b: b.by_fxamp("O1", compiled=True, graphs=True)),
-    "fxamp O2": (AUTOCAST, lambda b: b.by_fxamp("O2", compiled=True, graphs=True)),
-    "torch.autocast, no CUDA graphs": (AUTOCAST, lambda b: b.by_hand(compiled=True)),
-}
+SMALL_COMPILED = 4  # the first of the compiled ways, which are slow to compile
 
 
-def step_tasks(ways: Ways, small: bool, *, one_first: bool = False) -> dict[str, Callable[[float], Rows]]:
-    """Return a task for every model, batch and low dtype: BF16 first, and in it the large batches or those of one."""
-    large = [(name, subject.large) for name, subject in SUBJECTS.items()]
-    one = [(name, 1) for name in SUBJECTS]
-    order = [(n, b, low) for low in (BF16, FP16) for n, b in (one + large if one_first else large + one)]
+def step_tasks(ways: Ways, bench: Any, small: bool) -> dict[str, Callable[[float], Rows]]:
+    """Return a task for every low dtype, model and batch: BF16 first, and in it the batches of the first model."""
+    order = [(n, b, low) for low in (BF16, FP16) for n, subject in SUBJECTS.items() for b in subject.batches]
     if small:
-        order, ways = [("BERT-base", 2, FP16)], dict([*ways.items()][: len(ways) if ways is EAGER else 2])
+        low = BF16 if bench is Inference else FP16
+        compiled = ways in (COMPILED, COMPILED_INFERENCE)
+        order, ways = [("BERT-base", 2, low)], dict([*ways.items()][: SMALL_COMPILED if compiled else None])
     return {
         f"{name}, {SUBJECTS[name].shown(batch)}, {_word(low)}": functools.partial(
-            measured, name, batch, low, small, ways
+            measured, name, batch, low, small, ways, bench
         )
         for name, batch, low in order
     }
 
 
-def measured(name: str, batch: int, low: torch.dtype, small: bool, ways: Ways, until: float) -> Rows:
-    """Measure every way to train a model; times last, the ways taking turns."""
-    bench = Bench(SUBJECTS[name], batch, low, small)
+def measured(name: str, batch: int, low: torch.dtype, small: bool, ways: Ways, bench: Any, until: float) -> Rows:
+    """Measure every way to train a model, or to call it; times last, the ways taking turns."""
+    with contextlib.closing(bench(SUBJECTS[name], batch, low, small)) as made:
+        yield from _measured(f"{name}, {SUBJECTS[name].shown(batch)}", made, ways, until)
+
+
+def _measured(shown: str, bench: Any, ways: Ways, until: float) -> Rows:
     rows: dict[str, Row] = {}
     runs: dict[str, Run] = {}
     slowest = 0.0
     with tf32():
         for way, (_, make) in ways.items():
-            row = rows[way] = {"model": f"{name}, {SUBJECTS[name].shown(batch)}", "low": _word(low), "variant": way}
+            row = rows[way] = {"model": shown, "low": _word(bench.low), "variant": way}
             begun = time.monotonic()
             if begun + slowest > until:  # what is ready is to be timed yet
                 row["problem"] = NO_TIME
@@ -509,7 +614,7 @@ def measured(name: str, batch: int, low: torch.dtype, small: bool, ways: Ways, u
             row["ready after, s"] = time.monotonic() - begun
             slowest = max(slowest, row["ready after, s"])
             yield list(rows.values())
-        timings = interleaved({way: run.call for way, run in runs.items()}, rounds(until, small), warmup=1)
+        timings = interleaved({way: run.call for way, run in runs.items()}, rounds(until, bench.small), warmup=1)
     for way, timing in timings.items():
         rows[way].update(ms=1e3 * timing.median / runs[way].window, spread=1e3 * timing.spread / 2 / runs[way].window)
         if base := timings.get(ways[way][0]):
@@ -517,7 +622,7 @@ def measured(name: str, batch: int, low: torch.dtype, small: bool, ways: Ways, u
     yield list(rows.values())
 
 
-def prepared(make: Callable[[Bench], Run], bench: Bench) -> tuple[Run, Row]:
+def prepared(make: Callable[[Any], Run], bench: Any) -> tuple[Run, Row]:
     """Make a way to train, warm it up, and measure the memory and the kernels of a window."""
     before = reserved()
     run = make(bench)
@@ -543,13 +648,9 @@ def peak(run: Run, before: int) -> float:
     """Return the MiB that a window takes at its peak above what is held between windows.
 
     A CUDA graph allocates nothing when it runs. Its memory is what was reserved for it since `before`, apart from the
-    model and the state of the optimizer.
+    model and the state of the optimizer that it has to itself.
     """
-    pool = 0
-    if run.graphed is not None:
-        model, optimizer = run.graphed
-        states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
-        pool = reserved() - before - sum(t.nbytes for t in (*model.parameters(), *model.buffers(), *states))
+    pool = 0 if run.owned is None else reserved() - before - run.owned()
     torch.cuda.synchronize()
     held = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -558,8 +659,20 @@ def peak(run: Run, before: int) -> float:
     return (torch.cuda.max_memory_allocated() - held + max(pool, 0)) / 2**20
 
 
+# Kernels that only cast: those of aten for one tensor or several, and Triton's with nothing else fused into them.
+_CASTS = re.compile(
+    r"float16(?:tofloat32)?_copy_kernel|\bCopy<|(?:unrolled_elementwise_kernel|gpu_kernel_impl)<.*direct_copy_kernel"
+    r"|^triton_[a-z]+_fused(?=\w*__to_copy)(?:_(?:_to_copy|t|transpose|permute|view))+_\d+"
+)
+
+
+def only_casts(kernel: str) -> bool:
+    """Say by its name whether a kernel only changes a dtype."""
+    return _CASTS.search(kernel) is not None
+
+
 def kernels(run: Run) -> Row:
-    """Return, for one micro-batch, the kernels that ran, their time, and how many calls launched them."""
+    """Return, for one micro-batch or call, the kernels that ran, their time, and how many calls launched them."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         run.call()
         torch.cuda.synchronize()
@@ -568,8 +681,10 @@ def kernels(run: Run) -> Row:
     ran = sum(e.count for e in device if not e.key.startswith(("Memcpy", "Memset")))
     launches = sum(e.count for e in events if e.device_type == DeviceType.CPU and "Launch" in e.key)
     busy = sum(e.self_device_time_total for e in device) / 1e3
-    found = {"kernels": ran, "launches": launches, "GPU ms": busy}
-    return {what: number / run.window for what, number in found.items()}
+    casts = [e for e in device if only_casts(e.key)]
+    found = {"kernels": ran, "cast kernels": sum(e.count for e in casts), "launches": launches, "GPU ms": busy}
+    share = 100 * sum(e.self_device_time_total for e in casts) / 1e3 / max(busy, 1e-9)
+    return {**{what: number / run.window for what, number in found.items()}, "casts, % of GPU ms": share}
 
 
 @contextlib.contextmanager
@@ -589,6 +704,64 @@ def rounds(until: float, small: bool) -> Iterator[int]:
         if number > FEWEST and time.monotonic() > until:
             return
         yield number
+
+
+# Losses.
+
+CURVE = (1, 3, 10, 30, 100, 300)  # steps whose loss is shown; the small form stops at the third
+LEARNER = SUBJECTS["GPT-2"]
+CURVES: Mapping[str, tuple[str | None, bool]] = {  # a level of fxamp, and whether autocast is on
+    AUTOCAST: (None, True), "fxamp O1": ("O1", False), "fxamp O2": ("O2", False), "FP32 with TF32": (None, False),
+}  # fmt: skip
+
+
+def curve_tasks(small: bool) -> dict[str, Callable[[float], Rows]]:
+    """Return the one task."""
+    return {f"GPT-2, {_word(BF16)}": functools.partial(curves, small)}
+
+
+def curves(small: bool, until: float) -> Rows:
+    """Train a GPT-2 of two layers in every way, on the same batches from the same weights."""
+    rows: list[Row] = []
+    expected: list[float] = []
+    with tf32():
+        for way, (level, autocast) in CURVES.items():
+            losses = trained_losses(level, autocast, CURVE[2] if small else CURVE[-1], small)
+            expected = expected or losses
+            apart = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
+            shown = {f"loss at {n}": losses[n - 1] for n in CURVE if n <= len(losses)}
+            rows.append({"variant": way, **shown, "apart from autocast": apart})
+            yield list(rows)
+
+
+def trained_losses(level: str | None, autocast: bool, steps: int, small: bool) -> list[float]:
+    """Return the losses of a training at a level of fxamp, under autocast, or in FP32."""
+    none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    model, inputs = LEARNER.build(8, small, **({} if small else LEARNER.shallow), **none)
+    called = next(converted(model, inputs, BF16, level)) if level else model
+    optimizer = AdamW(model.parameters(), lr=3e-4)
+    words = torch.Generator().manual_seed(0)
+    follows = torch.randperm(model.config.vocab_size, generator=words)  # the word that mostly comes after each word
+    losses = []
+    for _ in range(steps):
+        batch, tokens = inputs["input_ids"].shape
+        ids = sentences(follows, batch, tokens, words).to(DEVICE)
+        with torch.autocast(DEVICE, dtype=BF16, enabled=autocast):
+            loss = own_loss(called, {"input_ids": ids, "labels": ids})
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.detach())
+    return torch.stack(losses).tolist()
+
+
+def sentences(follows: Tensor, batch: int, tokens: int, generator: torch.Generator) -> Tensor:
+    """Return sentences of random words, except that three of four are what `follows` the word before."""
+    ids = torch.randint(len(follows), (batch, tokens), generator=generator)
+    learned = torch.rand(batch, tokens, generator=generator) < 0.75
+    for at in range(1, tokens):
+        ids[:, at] = torch.where(learned[:, at], follows[ids[:, at - 1]], ids[:, at])
+    return ids
 
 
 # The facts of measure_facts.py.
@@ -646,18 +819,32 @@ class Section:
 
 
 _TIMES = (
-    "model", "low", "variant", "ms", "spread", "over autocast", "peak MiB", "kernels", "launches", "GPU ms",
-    "ready after, s", "note",
+    "model", "low", "variant", "ms", "spread", "over autocast", "peak MiB", "kernels", "cast kernels",
+    "casts, % of GPU ms", "launches", "GPU ms", "ready after, s", "note",
 )  # fmt: skip
 _LEGEND = (
-    f"Whole steps, with fused AdamW and in FP16 with loss scaling (but all low). Times are medians of {ROUNDS} rounds\n"
-    "in which the variants take turns, the GPU idle at the start of each; the spread is half the distance between the\n"
-    "quartiles. Times, kernels, launches and GPU ms, in which the GPU was busy, are of one micro-batch; the peak is\n"
-    "what a window takes above what is held between windows"
+    f"Times are medians of {ROUNDS} rounds in which the variants take turns, the GPU idle at the start of each; the\n"
+    "spread is half the distance between the quartiles. A time is divided by that of the variant of autocast that is\n"
+    "compiled, or in CUDA graphs, or in windows of several micro-batches, as it is itself. The peak is what a window\n"
+    "takes above what is held between windows, and all that is reserved for CUDA graphs"
+)
+_OF_STEPS = (
+    f"{_LEGEND}.\nWhole steps, with fused AdamW, and in FP16 with loss scaling (but all low). Times, kernels,\n"
+    "launches and GPU ms, in which the GPU was busy, are of one micro-batch. Batches of a model go from one that is\n"
+    "bound by launching kernels (the step takes much longer than its GPU ms) to one that is bound by computing"
+)
+_OF_CALLS = (
+    f"{_LEGEND}.\nAll are under `torch.inference_mode`, in which autocast keeps no cast of a weight, but one that\n"
+    f"says `no_grad`: there it keeps casts as long as its region is open, here {WINDOW} calls. `fxamp.frozen` and\n"
+    "all low hold 16-bit weights, which the peak does not count. Times, kernels, launches and GPU ms are of one\n"
+    "call. The note compares the output with that of eager autocast"
 )
 SECTIONS = {
+    "inference": Section(
+        "Inference", 50, functools.partial(step_tasks, INFERENCE, Inference), _TIMES, f"{_OF_CALLS}."
+    ),
     "train": Section(
-        "A TrainStep: waits, CUDA graphs, and the loop by hand", 70, train_tasks,
+        "A TrainStep: waits, CUDA graphs, and the loop by hand", 60, train_tasks,
         ("step", "waited", "says it waits", "distance", "loss scale", "compiled"),
         'O1 of BERT-base with two layers. `waited`: the first wait for the GPU of\n'
         f'{WATCHED} windows, found by `torch.cuda.set_sync_debug_mode("error")`. The distance from a loop by hand\n'
@@ -671,15 +858,19 @@ SECTIONS = {
         "names no reason. Autocast's own: how many gradients it repeats to the bit. How far any are apart is\n"
         "over its norm; O1 adds up in 16 bits what comes back to a value that it casts once.",
     ),
-    "eager": Section("Steps", 100, functools.partial(step_tasks, EAGER), _TIMES, f"{_LEGEND}."),
+    "eager": Section("Steps", 80, functools.partial(step_tasks, EAGER, Bench), _TIMES, f"{_OF_STEPS}."),
     "compiled": Section(
-        "Steps compiled by Inductor", 150, functools.partial(step_tasks, COMPILED), _TIMES,
-        f"{_LEGEND}.",
+        "Steps compiled by Inductor", 150, functools.partial(step_tasks, COMPILED, Bench), _TIMES,
+        f"{_OF_STEPS}.\nAutocast has CUDA graphs by `torch.compile(mode=\"reduce-overhead\")`.",
     ),
-    "graphs": Section(
-        "Steps compiled by Inductor, in CUDA graphs", 95, functools.partial(step_tasks, GRAPHS, one_first=True), _TIMES,
-        f"{_LEGEND},\nand all that is reserved for CUDA graphs. Autocast has them by\n"
-        '`torch.compile(mode="reduce-overhead")`.',
+    "compiled_inference": Section(
+        "Inference compiled by Inductor", 45, functools.partial(step_tasks, COMPILED_INFERENCE, Inference), _TIMES,
+        f"{_OF_CALLS}.",
+    ),
+    "loss": Section(
+        "Losses", 35, curve_tasks, ("variant", *(f"loss at {n}" for n in CURVE), "apart from autocast"),
+        "A GPT-2 of two layers in BF16 with AdamW, on sentences in which three words of four follow from the word\n"
+        "before: the loss at some steps, and the largest distance from autocast's over all steps.",
     ),
     "facts": Section(
         "Facts about kernels that differ from those assumed", 50, fact_tasks,
@@ -764,7 +955,39 @@ def to_markdown(data: Any) -> str:
             + (f"\n\nLeft out for lack of time: {'; '.join(left)}." if left else "")
             + "\n"
         )
+    if least := least_gains(data):
+        table = [[_cell(value) for value in row.values()] for row in least]
+        parts.append(
+            "## Where fxamp gains least\n\nThe fastest variant of fxamp against the fastest of autocast and FP32, "
+            "compiled or not as the section says.\nAbove 1 fxamp does not win.\n\n"
+            + tabulate(table, list(least[0]), "pipe", disable_numparse=True)
+            + "\n"
+        )
     return "\n".join(parts)
+
+
+def least_gains(data: Any) -> list[Row]:
+    """Return, of the models and batches that were timed, those in which fxamp gained least over the best of the others.
+
+    Models with 16-bit weights, which train differently, are not counted.
+    """
+    found = []
+    for name in ("inference", "eager", "compiled", "compiled_inference"):
+        for rows in data["sections"].get(name, {}).values():
+            timed = [row for row in rows if row.get("ms") and row["variant"] != "all low"]
+            ours, others = (
+                min(
+                    (row for row in timed if row["variant"].startswith("fxamp") is of),
+                    key=lambda r: r["ms"],
+                    default=None,
+                )
+                for of in (True, False)
+            )
+            if ours and others:
+                best = {"fastest of fxamp": ours["variant"], "fastest of the others": others["variant"]}
+                where = {"section": SECTIONS[name].title, "model": ours["model"], "low": ours["low"]}
+                found.append({**where, **best, "ms over ms": ours["ms"] / others["ms"]})
+    return sorted(found, key=lambda row: -row["ms over ms"])[:LEAST]
 
 
 def _cell(value: object) -> str:

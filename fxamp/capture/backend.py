@@ -21,11 +21,10 @@ from torch.fx import Graph, GraphModule, Node
 
 from passes import compile_graph
 from passes._torch import FakeTensor, inner_backend, trace_artifact
+from passes.contract.costs import Penalties, Timer
 from passes.contract.errors import PolicyError
-from passes.contract.penalties import Penalties
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy, check_used, nearest, type_names
-from passes.contract.timing import Timer
 from passes.graph.notes import note, note_buffer, note_of
 from passes.graph.values import no_autocast, retyped
 from passes.ops.rules import row_of

@@ -127,7 +127,8 @@ class _Description:
         nodes, held = list(gm.graph.nodes), dict[Node, Any]()
         describe_regions(nodes, region)
         regions = {note_of(n).region for n in nodes} - {None}
-        self.by_autocast |= {dtype for _, on, dtype in regions if on and dtype in LOW_DTYPES}  # type: ignore[misc]
+        by_regions = {dtype for _, on, dtype in regions if on and dtype in LOW_DTYPES}  # type: ignore[misc]
+        self.by_autocast |= by_regions
         for node in nodes:
             _as_cast(node)
             if inside and node.op == "placeholder":
@@ -143,8 +144,7 @@ class _Description:
             if value is not None:
                 node.meta["val"] = value = self._described(node, value, held, inside)
                 held[node] = dtypes_of(value)
-        regions_low = any(on and dtype in LOW_DTYPES for _, on, dtype in regions)  # type: ignore[misc]
-        if self.ambient and (self.makes_low or regions_low) and not inside:
+        if self.ambient and (self.makes_low or by_regions) and not inside:
             self.own = own_dtypes(gm.graph, self._in_the_model, self.holds, self.given, self.doubtful)
 
     def _in_the_model(self, node: Node, dtype_of: Callable[[Node], Any]) -> Any:

@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from passes._torch import FakeTensor, codegen_of, original_of, pytree
 from passes.contract.errors import CaptureError, PolicyError
 from passes.contract.plan import Decision, Plan, sums
-from passes.contract.policy import Policy, module_override
+from passes.contract.policy import module_override
 from passes.graph.notes import is_inserted
 from passes.graph.values import dtypes_of
 from passes.runtime.tracing import RuntimeTracer
@@ -90,12 +90,6 @@ def _unsized(argument: Any) -> Any:
 
 
 _KEPT: Any = WeakIdKeyDictionary()  # the graphs of a compiled module, and those that read a parameter
-
-
-def asked_of(module: nn.Module) -> Policy | None:
-    """Return the policy that was requested for a view, None for any other module."""
-    runner = runner_of(module)
-    return None if runner is None else runner.asked
 
 
 def runner_of(module: object) -> Any:

@@ -37,14 +37,14 @@ from passes._torch import (
     runs_its_forward_alone,
     without_transforms,
 )
+from passes.contract.costs import Timer
 from passes.contract.errors import CaptureError, PlanError
 from passes.contract.plan import Plan
 from passes.contract.plan_format import REMEDY
 from passes.contract.policy import Policy
-from passes.contract.timing import Timer
+from passes.graph.bodies import copy_body, put_in_place
 from passes.graph.grad import SWITCHES
 from passes.graph.notes import is_inserted, note, note_of
-from passes.graph.splice import copy_body, put_in_place
 from passes.ops.rules import row_of
 from passes.runtime.regions import grad_mode
 from passes.runtime.sizes import check_sizes

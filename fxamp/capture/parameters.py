@@ -9,15 +9,22 @@ under `torch.autocast`, and the plan lists them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import nn
 
-from passes.contract.errors import FP32_PARAMETERS, PolicyError
+from passes.contract.errors import PolicyError
 from passes.graph.values import LOW_DTYPES
+
+# The way out for a model with trainable parameters in 16 bits. Since version 5 of transformers the dtype of the
+# checkpoint is the default.
+FP32_PARAMETERS = (
+    "Load the model in FP32, one of transformers by from_pretrained(..., dtype=torch.float32), or call model.float() "
+    "before the optimizer is built: graphs cast FP32 parameters themselves. Or freeze them with requires_grad_(False)."
+)
 
 _reading: ContextVar[bool] = ContextVar("reading", default=False)
 
@@ -42,8 +49,18 @@ def low_parameters(named: Iterable[tuple[str, Any]]) -> list[tuple[str, torch.dt
     return [(n, p.dtype) for n, p in named if isinstance(p, nn.Parameter) and p.requires_grad and p.dtype in LOW_DTYPES]
 
 
+def require_fp32(named: Iterable[tuple[str, Any]], opening: str = "") -> None:
+    """Raise PolicyError where trainable parameters, given by name, are FP16 or BF16; `opening` begins its message."""
+    if low := low_parameters(named):
+        kind = "FP16" if low[0][1] == torch.float16 else "BF16"
+        raise PolicyError(
+            f"{opening.format(kind=kind)}{len(low)} trainable parameter(s) are low already: {_listed(low)}. Updates "
+            f"below the resolution of 16 bits vanish. {FP32_PARAMETERS}"
+        )
+
+
 def refuse_low_parameters(
-    named: Iterable[tuple[str, Any]], training: bool, gathered: Callable[[], bool] = lambda: False
+    named: Collection[tuple[str, Any]], training: bool, gathered: Callable[[], bool] = lambda: False
 ) -> tuple[str, ...]:
     """Raise PolicyError where trainable FP16 or BF16 parameters would be trained; return notes for the plan elsewhere.
 
@@ -52,17 +69,19 @@ def refuse_low_parameters(
     low = low_parameters(named)
     if not low:
         return ()
-    listed = ", ".join(f"'{n}' ({str(d).removeprefix('torch.')})" for n, d in low[:3])
+    listed = _listed(low)
     if not training or not torch.is_grad_enabled() or is_only_read():
         return (
             f"{len(low)} trainable parameter(s) are low: {listed}; in train mode, with gradients, they are refused",
         )
     if gathered():
         return (f"FSDP2 gathers {len(low)} trainable parameter(s) in a low dtype, which need no cast: {listed}",)
-    raise PolicyError(
-        f"{len(low)} trainable parameter(s) are low already: {listed}. Updates below the resolution of 16 "
-        f"bits vanish. {FP32_PARAMETERS}"
-    )
+    require_fp32(named)
+    return ()
+
+
+def _listed(low: Sequence[tuple[str, torch.dtype]]) -> str:
+    return ", ".join(f"'{name}' ({str(dtype).removeprefix('torch.')})" for name, dtype in low[:3])
 
 
 def opaque_parameters(named: Iterable[tuple[str, Any]]) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ from passes.contract.errors import FxampError, PolicyError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy, nearest
 
-from .output import DONE, FOUND, aside, failed, to_stderr, waiting, width, write, write_pair
+from .output import DONE, FOUND, aside, coloured, failed, to_stderr, waiting, width, write, write_pair
 from .run_target import run_target, step_of
 from .target import load_target
 from .usage import parser_of
@@ -111,7 +111,6 @@ def _report(args: argparse.Namespace) -> int:
 
 def _diff(args: argparse.Namespace) -> int:
     from ..report.diff.diff import diff
-    from ..report.diff.listing import coloured
 
     with aside():  # standard output is for the difference alone
         made = diff(*_sides(args))
@@ -229,7 +228,7 @@ def _verify(args: argparse.Namespace) -> int:
     from ..trust.error.verify import verify
 
     with aside(), waiting(args, f"measuring {args.target}"):  # standard output is for the errors alone
-        made, inputs, target = step_of(load_target(args.target), "verify")
+        made, inputs, target = step_of(load_target(args.target), "verify: a batch is needed")
         found = verify(made, inputs, target, policies=args.policy or None)
     write(args, text=lambda: str(found), markdown=found.to_markdown, json=found.to_json)
     return FOUND if args.tolerance is not None and found.beyond(args.tolerance) else DONE
@@ -239,7 +238,7 @@ def _advise(args: argparse.Namespace) -> int:
     from ..trust.choice.advise import advise
 
     with aside(), waiting(args, f"measuring {args.target}"):  # standard output is for the advice alone
-        made, inputs, target = step_of(load_target(args.target), "advise")
+        made, inputs, target = step_of(load_target(args.target), "advise: a batch is needed")
         found = advise(made, inputs, target, dtype=args.dtype)
     write(args, text=lambda: str(found), markdown=found.to_markdown, json=found.to_json)
     return DONE

@@ -16,6 +16,7 @@ from ..report.forms import harmless
 from .waiting import waiting as shown_while
 
 DONE, FOUND, UNKNOWN = 0, 1, 2  # exit statuses
+_COLOURS = {"+": "32", "-": "31", "!": "33", "@": "36", "=": "36"}  # of a line, by its first character
 _FOR_PROGRAMS = ("json", "sarif", "html", "junit")  # the formats that say, or are by definition, UTF-8
 
 
@@ -73,6 +74,12 @@ def _print(text: str, form: str) -> None:
 
 def _has_colours() -> bool:
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def coloured(text: str) -> str:
+    """Colour the lines of a listing, as terminals do it."""
+    lines = [f"\x1b[{_COLOURS[line[0]]}m{line}\x1b[0m" if line[:1] in _COLOURS else line for line in text.split("\n")]
+    return "\n".join(lines)
 
 
 def waiting(args: argparse.Namespace, what: str) -> contextlib.AbstractContextManager[None]:

@@ -29,29 +29,25 @@ def run_target(made: tuple[Any, Any, Any], policy: Policy, *, own: bool) -> tupl
     from ..convert import convert, converted_in
     from ..trust.census.census import census
 
-    model, args, kwargs = made
-    if args is None and kwargs is None:
-        raise FxampError(f"check: --run needs a batch: let the target return ({type(model).__name__}, batch)")
-    whole = model if isinstance(model, nn.Module) else getattr(model, "model", None)
+    given, inputs, target = step_of(made, "check: --run needs a batch")
+    whole = given if isinstance(given, nn.Module) else getattr(given, "model", None)
     has_plan = isinstance(whole, nn.Module) and bool(converted_in(whole))
     if has_plan and not own:
         raise PolicyError("check: the target is converted already, by its own policy; leave out --policy")
-    if not isinstance(model, nn.Module):
-        inputs, target = _of_step(model, args, kwargs)
-        found = census(model, inputs, target)
-    else:
-        found = census(model if has_plan else convert(model, policy=policy), _batch(model, args, kwargs))
+    if isinstance(given, nn.Module) and not has_plan:
+        given = convert(given, policy=policy)
+    found = census(given, inputs, target)
     if found.planned is None:
         raise FxampError("check: nothing of the target is converted: give the TrainStep what fxamp.convert returned")
     return whole if has_plan else None, list(map(str, found.differences))
 
 
-def step_of(made: tuple[Any, Any, Any], verb: str) -> tuple[Any, Any, Any]:
+def step_of(made: tuple[Any, Any, Any], needs: str) -> tuple[Any, Any, Any]:
     """Return a model or a TrainStep, its inputs as every diagnostic takes them, and what its loss compares with.
 
     Args:
         made: what the target returned: (model, args, kwargs), (TrainStep, inputs) or (TrainStep, inputs, target).
-        verb: which asks for it.
+        needs: says who needs a batch.
 
     Raises:
         FxampError: there is no batch.
@@ -60,7 +56,7 @@ def step_of(made: tuple[Any, Any, Any], verb: str) -> tuple[Any, Any, Any]:
 
     model, args, kwargs = made
     if args is None and kwargs is None:
-        raise FxampError(f"{verb}: a batch is needed: let the target return ({type(model).__name__}, batch)")
+        raise FxampError(f"{needs}: let the target return ({type(model).__name__}, batch)")
     if isinstance(model, nn.Module):
         return model, _batch(model, args, kwargs), None
     return model, *_of_step(model, args, kwargs)

@@ -91,25 +91,25 @@ class FxampPrecision(Precision):  # type: ignore[misc]
         if not isinstance(module, LightningModule) and self.modules is None:
             if not is_view(module):
                 module = convert(module, policy=self.policy, **self._settings)
-            self.views["" if "" not in self.views else type(module).__name__] = module  # Fabric takes several
+            self.views[self._name_of(module)] = module
             return module
         modules = [(path, type_names(type(m))) for path, m in module.named_modules()]
         check_used(replace(self.policy, ops=()), [[one] for one in modules], ())
-        made: dict[int, Any] = {}
-        for path, parent, name, child in list(self._chosen(module)):
+        made: dict[nn.Module, Any] = {}  # of a layer that is there twice there is one view
+        for path, child in self._chosen(module).items():
             if is_view(child) or is_compiled(child):
                 continue
-            if id(child) not in made:
-                made[id(child)] = convert(child, policy=policy_of_part(self.policy, path, child), **self._settings)
-            parent._modules[name] = self.views[path] = made[id(child)]
+            if child not in made:
+                made[child] = convert(child, policy=policy_of_part(self.policy, path, child), **self._settings)
+            self.views[path] = made[child]
+            module.set_submodule(path, made[child])
         return module
 
     def restore(self) -> None:
         """Put the modules back in whose place the views are, for example to export them."""
         for path, view in self.views.items():
             if path and self._module is not None:
-                parent, _, name = path.rpartition(".")
-                self._module.get_submodule(parent)._modules[name] = runner_of(view).model
+                self._module.set_submodule(path, runner_of(view).model)
         self.views.clear()
 
     def connect(self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
@@ -187,19 +187,20 @@ class FxampPrecision(Precision):  # type: ignore[misc]
     def _low(self) -> torch.dtype:
         return self.policy.dtype or torch.get_autocast_dtype(self._device())
 
-    def _chosen(self, module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
-        """Yield the modules to convert: path, parent, name there, and the module."""
-        if self.modules is not None:
-            globs = Policy(modules=dict.fromkeys(self.modules, "low"))
-            paths = [path for path, _ in module.named_modules()]
-            check_used(globs, [[(path, ())] for path in paths], ())
-            taken = [path for path in paths if path and module_override(globs, [(path, ())]) is not None]
-            for path in taken:
-                parent, _, name = path.rpartition(".")
-                if parent not in taken:
-                    yield path, module.get_submodule(parent), name, module.get_submodule(path)
-            return
-        yield from _children(module, "")
+    def _name_of(self, module: nn.Module) -> str:
+        """Return the key of a module of Fabric's among the views: "" for the first, its class for later ones."""
+        name = type(module).__name__ if self.views else ""
+        return f"{name} {len(self.views)}" if name in self.views else name
+
+    def _chosen(self, module: nn.Module) -> dict[str, nn.Module]:
+        """Return the modules to convert by their paths."""
+        if self.modules is None:
+            return dict(_children(module, ""))
+        named = dict(module.named_modules())
+        globs = Policy(modules=dict.fromkeys(self.modules, "low"))
+        check_used(globs, [[(path, ())] for path in named], ())
+        taken = [path for path in named if path and module_override(globs, [(path, ())]) is not None]
+        return {path: named[path] for path in taken if path.rpartition(".")[0] not in taken}
 
     def _look(self) -> None:
         """Raise for a layer that was called and ran no graph; say which were not called."""
@@ -214,11 +215,11 @@ class FxampPrecision(Precision):  # type: ignore[misc]
             logger.info("fxamp: views that training_step does not call: %s", ", ".join(self.uncalled))
 
 
-def _children(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
-    """Yield the children of a module; of one that is a mere container, its members."""
+def _children(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the children of a module with their paths; of one that is a mere container, its members."""
     for name, child in module.named_children():
         path = f"{prefix}{name}"
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield from _children(child, f"{path}.")
         else:
-            yield path, module, name, child
+            yield path, child

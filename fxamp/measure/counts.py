@@ -101,7 +101,7 @@ def last_loss(loss: Callable[[], Tensor], micro_batches: int, weights: Any = Non
         for _ in range(micro_batches - 1):
             loss().backward()
             if weights is not None:
-                weights.after_backward()
+                weights.copies.after_backward()
         return loss()
 
 

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from passes._torch import pytree
+from passes.contract.costs import Timer
 from passes.contract.devices import DEVICES
 from passes.contract.errors import PolicyError
 from passes.contract.levels import Level
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy
 from passes.contract.reasons import Code
-from passes.contract.timing import Timer
 from passes.graph.values import no_autocast
 
 from ..capture.inputs import Inputs, resolve

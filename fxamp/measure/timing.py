@@ -18,8 +18,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from passes._torch import pytree
+from passes.contract.costs import Call, Filler
 from passes.contract.devices import DEVICES
-from passes.contract.timing import Call, Filler
 
 from ..trust.preserved import same_random_state
 from . import cost_cache

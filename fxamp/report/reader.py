@@ -51,26 +51,16 @@ def emitted(module: nn.Module) -> list[Emitted]:
 
 
 def captured_and_emitted(view: object) -> list[tuple[str, GraphModule, GraphModule]]:
-    """Return the state, the captured graph and the emitted graph of each graph of a view.
-
-    Raises:
-        FxampError: it is no view.
-        CaptureError: nothing was captured yet.
-    """
+    """Return the state, the captured graph and the emitted graph of each graph of a view; FxampError without any."""
     if not isinstance(view, nn.Module) or not is_view(view):
         raise FxampError(f"a {type(view).__name__} alone has nothing to be compared with; give a view, or two sides")
     plan_of(view)  # says that nothing was captured yet
-    runner = runner_of(view)
-    found = [(placed.runner, placed.entry) for placed, _, _ in numbered(runner)]
+    found = [(placed.runner, placed.entry) for placed, _, _ in numbered(runner_of(view))]
     return [(str(entry.state), captured_of(each, entry), bound(each, entry)) for each, entry in found]
 
 
 def record_of(given: object, plan: Plan | None = None) -> Record:
-    """Return the record of a converted module; or of a plan, without sizes and the places of casts.
-
-    Raises:
-        CaptureError: the module was compiled and not called yet, or not converted at all.
-    """
+    """Return the record of a converted module; or of a plan, without sizes and the places of casts."""
     if isinstance(given, nn.Module):
         return record_of_plan(plan or plan_of(given), emitted(given), given)
     found = plan or plan_in(given)

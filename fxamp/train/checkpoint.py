@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,11 +14,10 @@ from torch import Tensor, nn
 from passes.contract.errors import PolicyError
 from passes.contract.plan import Plan
 
-from .given import settings_of
+from ..trust.preserved import random_state, set_random_state
+from ..view.switch import switch_views
 from .scaler import Tally
 from .state import TrainState
-from .switch import switch_views
-from .update import needs_closure
 from .window import ByHand, Window, parameters
 
 _KEYS = ("settings", "model", "beside", "optimizers", "schedulers", "ema", "scaler", "windows", "position",
@@ -74,7 +71,7 @@ def beside(step: TrainState) -> dict[str, Tensor]:
 def course_of(step: TrainState) -> dict[str, Any]:
     """Return the part of the state that is the same on all ranks between two windows: scaler, schedulers, counters."""
     return {
-        "settings": settings_of(step),
+        "settings": step.settings(),
         "schedulers": [scheduler.state_dict() for scheduler in step.schedulers],
         "scaler": step.pending_scaler or {} if step.undecided else step.scaler.state_dict(),
         "windows": step.windows,
@@ -114,12 +111,8 @@ def load(step: TrainState, state: Mapping[str, Any], allow: Sequence[str] = ()) 
     if missing:
         raise PolicyError(f"not the state of a TrainStep: it lacks {', '.join(missing)}")
     refuse_other_settings(step, state["settings"], allowed(allow, state["position"]))
-    _refuse_other_tensors("the model", step.model.state_dict(), state["model"])
-    _refuse_other_tensors("what is trained or kept outside the model", beside(step), state["beside"])
-    for index, (average, saved) in enumerate(zip(step.averages, state["ema"], strict=True)):
-        _refuse_other_tensors(f"ema {index}", average.state_dict(), saved)
-    _refuse_other_gradients(step, state["gradients"])
-    if state["position"] and any(map(needs_closure, step.optimizers)):
+    _refuse_another_model(step, state)
+    if state["position"] and step.closes:
         raise PolicyError(
             "the state was saved in the middle of a window, and an optimizer such as LBFGS runs the whole window "
             "again; micro-batches are not saved. Save at the end of a window, or call flush() first"
@@ -156,7 +149,7 @@ def allowed(allow: Sequence[str], position: int) -> Sequence[str]:
 
 def refuse_other_settings(step: TrainState, saved: Mapping[str, Any], free: Sequence[str] = ()) -> None:
     """Raise PolicyError where a state was saved with other settings; settings in `free` may differ."""
-    for name, ours in settings_of(step).items():
+    for name, ours in step.settings().items():
         if name in free:
             continue
         theirs = saved.get(name)
@@ -169,40 +162,19 @@ def refuse_other_settings(step: TrainState, saved: Mapping[str, Any], free: Sequ
             )
 
 
+def _refuse_another_model(step: TrainState, state: Mapping[str, Any]) -> None:
+    _refuse_other_tensors("the model", step.model.state_dict(), state["model"])
+    _refuse_other_tensors("what is trained or kept outside the model", beside(step), state["beside"])
+    for index, (average, saved) in enumerate(zip(step.averages, state["ema"], strict=True)):
+        _refuse_other_tensors(f"ema {index}", average.state_dict(), saved)
+    for index, (optimizer, gradients) in enumerate(zip(step.optimizers, state["gradients"], strict=True)):
+        held = {f"parameter {at}": p for at, p in enumerate(parameters(optimizer))}
+        found = {name: p if g is None else g for (name, p), g in zip(held.items(), gradients, strict=True)}
+        _refuse_other_tensors(f"a gradient of optimizer {index}", held, found)
+
+
 def _refuse_other_tensors(what: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
     for name in (*ours, *theirs):
         here, there = (v.shape if isinstance(v, Tensor) else v is not None for v in (ours.get(name), theirs.get(name)))
         if here != there:
             raise PolicyError(f"the state is that of another model: {what} differs at '{name}'")
-
-
-def _refuse_other_gradients(step: TrainState, saved: Sequence[Sequence[Tensor | None]]) -> None:
-    for optimizer, gradients in zip(step.optimizers, saved, strict=True):
-        for index, (p, gradient) in enumerate(zip(parameters(optimizer), gradients, strict=True)):
-            if gradient is not None and gradient.shape != p.shape:
-                raise PolicyError(
-                    f"the state is that of another model: parameter {index} of {type(optimizer).__name__} has shape "
-                    f"{tuple(p.shape)}, and its gradient was saved with {tuple(gradient.shape)}"
-                )
-
-
-def random_state() -> dict[str, Any]:
-    """Return the states of the random number generators of torch, Python and, if it is loaded, NumPy."""
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
-    state: dict[str, Any] = {"cpu": torch.get_rng_state(), "cuda": cuda, "python": random.getstate()}
-    if (numpy := sys.modules.get("numpy")) is not None:
-        kind, words, *rest = numpy.random.get_state()
-        state["numpy"] = [kind, words.tolist(), *rest]
-    return state
-
-
-def set_random_state(state: Mapping[str, Any]) -> None:
-    """Set the random number generators to the states that `random_state` returned."""
-    torch.set_rng_state(state["cpu"])
-    if state["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
-    if "python" in state:
-        version, words, gauss = state["python"]
-        random.setstate((version, tuple(words), gauss))
-    if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.set_state(tuple(state["numpy"]))

@@ -25,11 +25,11 @@ from ..capture.backend import inner_of
 from ..view.copies import Lifted, lift, with_copies
 from ..view.function import Entry
 from ..view.runner import Runner
+from ..view.traced import convert_views, traced
 from ..view.view import is_view, runner_of
 from .compiled_update import CompiledUpdate
 from .compiler import CompileSettings, Region
 from .ranks.ranks import is_sharded
-from .traced_views import convert_views, traced
 from .weights import WeightCasts
 from .window import LossFunction, loss_of
 

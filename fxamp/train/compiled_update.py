@@ -7,6 +7,7 @@ their step, which a graph would not show, and optimizers without state yet, whos
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -20,8 +21,8 @@ from passes._torch import dynamo_errors, global_optimizer_hooks
 from .compiler import CompileSettings, Region
 from .ranks.ranks import total_norm
 from .result import HeldBack
-from .update import AtEnd, Update, clip, has_state, is_fused, take_step
-from .window import gradients, parameters
+from .update import AtEnd, Update, clip, has_state, is_fused, state_of, step_or_restore, take_step
+from .window import gradients, live
 
 
 class CompiledUpdate:
@@ -33,11 +34,6 @@ class CompiledUpdate:
         self._rates: dict[int, Tensor] = {}  # by group
         self._constants: list[dict[str, Any]] = []  # the numbers of each group that are constants of the graph
         self._changes = 0  # of these numbers
-
-    def takes(self, end: AtEnd) -> bool:
-        """Say whether the end of this window is compiled; if not, `eager` says why."""
-        self.eager = self._why_not(end)
-        return not self.eager
 
     def _why_not(self, end: AtEnd) -> str:
         region = self.region
@@ -91,15 +87,17 @@ class CompiledUpdate:
                 group.update(own)
 
     def __call__(self, end: AtEnd) -> Update:
-        """Let optimizers step, and update the scale."""
+        """Let optimizers step, and update the scale: uncompiled, as `take_step` does, where `eager` then says why."""
+        self.eager = self._why_not(end)
+        if self.eager:
+            return take_step(end)
         optimizers, scaler = end.optimizers, end.scaler
-        live = [[p for p in parameters(o) if p.grad is not None] for o in optimizers]
-        states = [[t for p in ps for t in o.state.get(p, {}).values() if isinstance(t, Tensor)]
-                  for o, ps in zip(optimizers, live, strict=True)]  # fmt: skip
+        stepped = [live([o]) for o in optimizers]
+        states = [state_of(o) for o in optimizers]
         inverse = scaler._inverse_scale() if scaler.is_enabled() else None
         try:
             with self._rates_as_tensors(optimizers), torch.no_grad():
-                founds, norm = self.region(optimizers, live, states, inverse, end.nothing_kept, end.max_grad_norm)
+                founds, norm = self.region(optimizers, stepped, states, inverse, end.nothing_kept, end.max_grad_norm)
         except _NotCompiled:
             self.eager = "torch.compile was disabled where the step was called"
             return take_step(end)
@@ -126,7 +124,7 @@ class CompiledUpdate:
 
 def update_region(
     optimizers: Sequence[Optimizer],
-    live: Sequence[Sequence[Tensor]],
+    stepped: Sequence[Sequence[Tensor]],
     states: Sequence[Sequence[Tensor]],
     inverse: Tensor | None,
     nothing_kept: Tensor | None,
@@ -134,32 +132,31 @@ def update_region(
 ) -> tuple[list[Tensor | None], Tensor | None]:
     """Unscale, clip and step the optimizers that have gradients; `torch.compile` compiles this.
 
-    `live` and `states` are the parameters and the tensors of state of each, `inverse` is 1 / loss scale. Return a flag
-    for each, not 0 if it is held back, or None without a check; and the norm before clipping.
+    `stepped` and `states` are the parameters and the tensors of state of each, `inverse` is 1 / loss scale. Return a
+    flag for each, not 0 if it is held back, or None without a check; and the norm before clipping.
     """
     if not torch.compiler.is_compiling():
         raise _NotCompiled
     founds: list[Tensor | None] = [nothing_kept for _ in optimizers]
     norm = None
     if inverse is not None:
-        for index, params in enumerate(live):
+        for index, params in enumerate(stepped):
             found = [p.grad for p in params if p.grad is not None]
             founds[index] = _not_finite(found)
             for gradient in found:
                 gradient.mul_(inverse.to(gradient.device))
     if max_grad_norm is not None:
-        together = [p for params in live for p in params]
+        together = [p for params in stepped for p in params]
         founds = [_not_finite([p.grad for p in together if p.grad is not None])] * len(optimizers)
         norm = total_norm([p.grad for p in together if p.grad is not None])
         clip(together, max_grad_norm, norm)
-    for optimizer, params, state, held in zip(optimizers, live, states, founds, strict=True):
-        changed = [*params, *state]
-        before = [] if held is None else [t.clone() for t in changed]
+    for optimizer, params, state, held in zip(optimizers, stepped, states, founds, strict=True):
         # Without torch's wrappers: hooks, a profiler mark, and a graph break.
-        inspect.unwrap(type(optimizer).step)(optimizer)
-        if held is not None:
-            for now, then in zip(changed, before, strict=True):
-                now.copy_(torch.where(held.to(now.device) != 0, then, now))
+        step = functools.partial(inspect.unwrap(type(optimizer).step), optimizer)
+        if held is None:
+            step()
+        else:
+            step_or_restore(step, [*params, *state], held)
     return founds, norm
 
 

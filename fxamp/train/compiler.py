@@ -6,14 +6,13 @@ Other values are refused by name. A compiled function counts its graphs, breaks 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.fx import GraphModule
-from torch.optim import Optimizer
 
 from passes._torch import compile_records, inner_backend
 from passes.contract.errors import PolicyError
@@ -22,7 +21,6 @@ from passes.contract.policy import Policy, nearest
 from ..capture import backend as capture
 from ..capture import compiled
 from ..view.view import is_view, make_view
-from .update import needs_closure
 
 _KEYS = ("backend", "mode", "options", "dynamic", "fullgraph")
 
@@ -102,14 +100,8 @@ def settings_of(compile: object, cuda_graph: object) -> CompileSettings | None:
     return settings
 
 
-def model_to_compile(model: nn.Module, optimizers: Sequence[Optimizer], settings: CompileSettings) -> nn.Module:
+def model_to_compile(model: nn.Module, settings: CompileSettings) -> nn.Module:
     """Return a view of the model where the backend is fxamp's, else the model. Refuse what cannot be compiled."""
-    closure = next((o for o in optimizers if needs_closure(o)), None)
-    if closure is not None:
-        raise PolicyError(
-            f"compile={settings.name!r} does not work with {type(closure).__name__}, which evaluates the loss several "
-            "times in a step: leave compile at False, or take an optimizer whose step() needs no closure"
-        )
     for path, module in model.named_modules():
         what = f"'{path}'" if path else "the model"
         if settings.policy is not None and is_view(module):

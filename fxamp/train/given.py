@@ -1,39 +1,26 @@
-"""What a TrainStep is given, and what it says of it: arguments that fit the model and each other, and likely mistakes.
-
-Others are refused by name. The checks of settings are made when a step is made, before its first micro-batch across
-ranks, and before each one.
-"""
+"""What a TrainStep is given: arguments that fit the model and each other. Others are refused by name."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 
-from passes.contract.devices import DEVICES
 from passes.contract.errors import CaptureError, PolicyError
 from passes.contract.policy import Policy
 
 from ..capture import compiled
+from ..capture.parameters import require_fp32
 from ..view.view import is_view, runner_of
-from .ranks.refused import refuse_differences, refuse_unfit_ranks
-from .scaler import LossScaler, refuse_low_parameters, require_scale
-from .state import TrainState
+from .scaler import LossScaler, require_scale
 from .update import needs_closure
 from .window import parameters
-
-logger = logging.getLogger("fxamp")
-
-_LENGTHS = ("step_size", "T_max", "T_0")  # after which a scheduler changes the rate, or begins again
-_EPOCHS = (10, 300)  # as many steps as runs have epochs
 
 
 def low_dtype_of(model: nn.Module) -> torch.dtype | None:
@@ -59,8 +46,7 @@ def policies_of(model: nn.Module) -> list[Policy]:
 
 def policies_asked(model: nn.Module) -> list[str]:
     """Return the policies that were asked for, each once, for the parts of a model that are converted."""
-    asked = (runner_of(m).asked if is_view(m) else compiled.asked_of(m) for m in model.modules())
-    return list(dict.fromkeys(str(policy) for policy in asked if policy is not None))
+    return list(dict.fromkeys(str(runner_of(m).asked) for m in model.modules() if is_view(m)))
 
 
 def scaler_of(scaler: object, low_dtype: torch.dtype | None) -> LossScaler:
@@ -94,8 +80,8 @@ def optimizers_of(optimizer: object, model: nn.Module) -> tuple[Optimizer, ...]:
             name = names.setdefault(id(param), f"parameter {place} of optimizer {index} (shape {tuple(param.shape)})")
             if owner.setdefault(id(param), index) != index:
                 raise PolicyError(f"{name} is in two optimizers: its gradient would be unscaled twice")
-    refuse_low_parameters(model.named_parameters())
-    refuse_low_parameters((names[id(param)], param) for one in optimizers for param in parameters(one))
+    require_fp32(model.named_parameters())
+    require_fp32((names[id(param)], param) for one in optimizers for param in parameters(one))
     trained = {id(p) for p in model.parameters() if p.requires_grad}
     if trained and not trained & owner.keys():
         raise PolicyError(
@@ -148,108 +134,12 @@ def _several(name: str, value: object, kind: type[Any]) -> tuple[Any, ...]:
     return several
 
 
-def refuse_company(
-    optimizers: Sequence[Optimizer], max_grad_norm: float | None, on_overflow: str, on_gradients: object = None
-) -> None:
+def refuse_company(optimizers: Sequence[Optimizer], settings: Mapping[str, bool]) -> None:
     """Raise PolicyError where an optimizer that needs a closure has a setting that has no meaning for it."""
     found = next((o for o in optimizers if needs_closure(o)), None)
-    with_it = {
-        "another optimizer": len(optimizers) > 1,
-        "max_grad_norm": max_grad_norm is not None,
-        'on_overflow="skip_microbatch"': on_overflow == "skip_microbatch",
-        "on_gradients": on_gradients is not None,
-    }
-    refused = [what for what, given in with_it.items() if given]
+    refused = ["another optimizer"] * (len(optimizers) > 1) + [what for what, given in settings.items() if given]
     if found is not None and refused:
         raise PolicyError(
             f"{type(found).__name__} evaluates the loss several times in a step, which does not work together with "
             f"{' and '.join(refused)}: leave that out, or write a loop of your own on fxamp.LossScaler"
         )
-
-
-# ------------------------------------------------------------------------------------- settings of a step
-
-
-def settings_of(step: TrainState) -> dict[str, Any]:
-    """Return the settings that two runs must share, so that one can continue the other."""
-    return {
-        "accumulate_steps": step.accumulate_steps,
-        "on_overflow": step.on_overflow,
-        "loss scaling": "undecided" if step.undecided else step.scaler.kind,
-        "optimizers": [type(o).__name__ for o in step.optimizers],
-        "parameters": [[len(group["params"]) for group in o.param_groups] for o in step.optimizers],
-        "schedulers": [type(s).__name__ for s in step.schedulers],
-        "ema": len(step.averages),
-        "policy": policies_asked(step.model) if not step.switches else None,
-        "max_grad_norm": step.max_grad_norm,
-    }
-
-
-def begin(step: TrainState) -> None:
-    """Refuse, on all ranks, settings that they cannot share or that differ. Only the first call checks."""
-    if "ranks" in step.said:
-        return
-    ranks = step.ranks
-    scaled = step.scaler.is_enabled() or step.undecided
-    refuse_unfit_ranks(ranks, accumulate_steps=step.accumulate_steps, on_overflow=step.on_overflow, scaled=scaled)
-    if ranks.groups or (ranks.shared and dist.get_world_size() > 1):
-        told = {
-            "the policy": policies_asked(step.model),
-            "the number of ranks": [dist.get_world_size(group) for group in ranks.groups],
-            "the loss scaler": "undecided"
-            if step.undecided
-            else {"kind": step.scaler.kind, **step.scaler.state_dict()},
-            **settings_of(step),
-            "on_collapse": step.on_collapse,
-            "the number of finished windows": step.windows,
-        }
-        refuse_differences(told, ranks.groups, step.model)
-    step.said.add("ranks")
-
-
-def before_micro_batch(step: TrainState) -> None:
-    """Make the checks of each micro-batch, and of the first one `begin`'s; name a model in eval mode each time anew."""
-    begin(step)
-    step.by_hand.check(step.optimizers, step.schedulers, step.position, step.accumulate_steps)
-    if step.model.training:
-        step.said.discard("eval")
-    else:
-        step.say(
-            "eval",
-            f"TrainStep trains {type(step.model).__name__} in eval mode: dropout is off and statistics of batch norms "
-            "stay. Call train() before.",
-        )
-
-
-def warn_of_fp32(step: TrainState) -> None:
-    """Say that a model is not converted, once, after its first forward: it trains in FP32, perhaps by mistake."""
-    if "fp32" in step.said:
-        return
-    under_autocast = any(map(torch.is_autocast_enabled, DEVICES))
-    if not under_autocast and not any(map(is_view, step.model.modules())) and not policies_of(step.model):
-        step.say(
-            "fp32",
-            f"TrainStep trains {type(step.model).__name__} in FP32, since it is not converted: give it what "
-            "fxamp.convert(model, ...) or fxamp.compile(model) returned. Keep the optimizer: the parameters are the "
-            "same.",
-        )
-    step.said.add("fp32")
-
-
-def warn_of_settings(step: TrainState) -> None:
-    """Name settings that look like mistakes: a scheduler made for epochs, and a model that is hardly trained."""
-    held = {id(p) for o in step.optimizers for p in parameters(o)}
-    trainable = [p for p in step.model.parameters() if p.requires_grad]
-    left_out = sum(p.numel() for p in trainable if id(p) not in held) / max(sum(p.numel() for p in trainable), 1)
-    if left_out >= 0.5:
-        logger.warning(
-            "fxamp: no optimizer of this TrainStep trains %.0f %% of the trainable weights of %s: give it the other "
-            "optimizers too, or call requires_grad_(False) on what stays.", 100 * left_out, type(step.model).__name__,
-        )  # fmt: skip
-    for scheduler in step.schedulers:
-        length = next((getattr(scheduler, name) for name in _LENGTHS if hasattr(scheduler, name)), None)
-        if isinstance(length, int) and _EPOCHS[0] <= length <= _EPOCHS[1]:
-            logger.warning(
-                "fxamp: %s steps after each window, and %d windows are few: if it counts epochs, leave it out of the "
-                "TrainStep, and call scheduler.step() yourself after each epoch.", type(scheduler).__name__, length,
-            )  # fmt: skip

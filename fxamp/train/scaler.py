@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
 from numbers import Integral, Real
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -21,8 +20,9 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from passes.contract.errors import FP32_PARAMETERS, PolicyError, ScaleCollapseError
+from passes.contract.errors import PolicyError, ScaleCollapseError
 
+from ..capture.parameters import require_fp32
 from .ranks.ranks import agree, groups_of, is_spread, local
 
 HISTORY_LENGTH = 128
@@ -57,20 +57,6 @@ def _require_growth_factor(value: object) -> None:
 def _require_backoff_factor(value: object) -> None:
     legal = "a number between 0 and 1, both excluded (dynamic=False keeps the scale as it is)"
     require_number("backoff_factor", value, legal, lambda x: 0 < x < 1)
-
-
-def refuse_low_parameters(named_parameters: Iterable[tuple[str, torch.Tensor]], opening: str = "") -> None:
-    """Refuse trainable float16 and bfloat16 parameters, in which small updates vanish; `opening` begins the message."""
-    low = (torch.float16, torch.bfloat16)
-    found = list(islice(((name, p) for name, p in named_parameters if p.requires_grad and p.dtype in low), 3))
-    if not found:
-        return
-    kind = "FP16" if found[0][1].dtype == torch.float16 else "BF16"
-    listing = ", ".join(f"{name} ({str(param.dtype).removeprefix('torch.')})" for name, param in found)
-    raise PolicyError(
-        f"{opening.format(kind=kind)}trainable parameters have a low dtype, first {listing}. Updates below the "
-        f"resolution of that dtype vanish. {FP32_PARAMETERS}"
-    )
 
 
 class _Extensions(NamedTuple):
@@ -329,13 +315,6 @@ class LossScaler(torch.amp.GradScaler):
             self.unscale_(optimizer)
         return torch.as_tensor(self._held_back(optimizer))
 
-    def _unscale_again(self, optimizer: Optimizer) -> None:
-        """Unscale the gradients of `optimizer`, even if that was done before, without a check for inf and NaN."""
-        inverse = self._inverse_scale()
-        with torch.no_grad():
-            for _, gradient in self._gradients([optimizer]):
-                gradient.mul_(inverse.to(gradient.device))
-
     def _inverse_scale(self) -> torch.Tensor:
         """Return the factor that unscales gradients, as GradScaler computes it: an FP32 tensor of shape ()."""
         if self._scale is None:
@@ -378,7 +357,7 @@ class LossScaler(torch.amp.GradScaler):
         """
         if self._enabled:
             # GradScaler's own words come first: people search for them.
-            refuse_low_parameters(self._describe(optimizer), "Attempting to unscale {kind} gradients: ")
+            require_fp32(self._describe(optimizer), "Attempting to unscale {kind} gradients: ")
         super().unscale_(optimizer)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:

@@ -20,13 +20,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from passes._torch import OptimizedModule
+from passes._torch import original_of
 from passes.contract.errors import PolicyError
 
-from .checkpoint import allowed, beside, course_of, load_course, random_state, refuse_other_settings, set_random_state
+from ..trust.preserved import random_state, set_random_state
+from .checkpoint import allowed, beside, course_of, load_course, refuse_other_settings
 from .state import TrainState
 from .window import parameters
 
@@ -61,7 +61,11 @@ def save_checkpoint(step: TrainState, folder: str | os.PathLike[str], *, group: 
             "within a window each rank has its own gradients, and another number of ranks could not continue with "
             "them: save at the end of a window, or call flush() first"
         )
-    tensors, rest = _states(step)
+    tensors, rest = _tensors(step), {}
+    for index, _, prefix, p in _slots(step):
+        state = step.optimizers[index].state.get(p, {})
+        tensors.update((f"{prefix}.{key}", value) for key, value in state.items() if isinstance(value, Tensor))
+        rest[prefix] = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
     groups = [[{k: v for k, v in group.items() if k != "params"} for group in o.param_groups] for o in step.optimizers]
     random: list[Any] = [random_state()] * _count(group)
     if len(random) > 1:
@@ -102,8 +106,8 @@ def load_checkpoint(
         load(given, checkpoint_id=folder, process_group=group)
     (course,) = given["course"]
     refuse_other_settings(step, course["settings"], free=("accumulate_steps", *allowed(allow, 0)))
-    state = {name: tensor for name, tensor in _states(step)[0].items() if not name.startswith("optimizer.")}
-    for name, tensor in state.items():
+    parts = _tensors(step)
+    for name, tensor in parts.items():
         if name not in known or tuple(known[name].size) != tuple(tensor.shape):
             raise PolicyError(f"the checkpoint is that of another model: it differs at '{name.partition('.')[2]}'")
 
@@ -111,15 +115,12 @@ def load_checkpoint(
     saved: dict[str, list[str]] = defaultdict(list)  # the names of the states of each parameter
     for key in known:
         saved[key.rpartition(".")[0]].append(key.rpartition(".")[2])
-    parts = dict(state)
     states: list[dict[int, dict[str, Any]]] = [{} for _ in step.optimizers]  # by place of the parameter
-    for index, optimizer in enumerate(step.optimizers):
-        for place, (name, p) in enumerate(zip(_names(step, optimizer), parameters(optimizer), strict=True)):
-            prefix = f"optimizer.{index}.{name}"
-            tensors = {key: _like_saved(known[f"{prefix}.{key}"], p) for key in saved[prefix]}
-            parts.update((f"{prefix}.{key}", tensor) for key, tensor in tensors.items())
-            if kept := {**course["states"].get(prefix, {}), **tensors}:
-                states[index][place] = kept
+    for index, place, prefix, p in _slots(step):
+        tensors = {key: _like_saved(known[f"{prefix}.{key}"], p) for key in saved[prefix]}
+        parts.update((f"{prefix}.{key}", tensor) for key, tensor in tensors.items())
+        if kept := {**course["states"].get(prefix, {}), **tensors}:
+            states[index][place] = kept
     with _quiet():
         load(parts, checkpoint_id=folder, process_group=group)
     for optimizer, found, before in zip(step.optimizers, states, course["groups"], strict=True):
@@ -130,21 +131,21 @@ def load_checkpoint(
         set_random_state(course["random"][dist.get_rank(group) if _count(group) > 1 else 0])
 
 
-def _states(step: TrainState) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-    """Return the tensors of a step's model, averages and optimizers by name, and what else optimizers keep."""
+def _tensors(step: TrainState) -> dict[str, Tensor]:
+    """Return the tensors of a step's model and averages, and those beside them, by name."""
     tensors = {f"model.{_plain(step.model, name)}": t for name, t in step.model.state_dict().items()}
     for index, average in enumerate(step.averages):
         tensors.update((f"ema.{index}.{_plain(average, name)}", t) for name, t in average.state_dict().items())
     tensors.update((f"beside.{name}", t) for name, t in beside(step).items())
-    rest: dict[str, dict[str, Any]] = defaultdict(dict)
+    return {name: t for name, t in tensors.items() if isinstance(t, Tensor)}
+
+
+def _slots(step: TrainState) -> Iterator[tuple[int, int, str, Tensor]]:
+    """Yield, for each trained parameter, the number of its optimizer, its place, the name of its state, and it."""
+    known: dict[Tensor, str] = {p: _plain(step.model, name) for name, p in step.model.named_parameters()}
     for index, optimizer in enumerate(step.optimizers):
-        for name, p in zip(_names(step, optimizer), parameters(optimizer), strict=True):
-            for key, value in optimizer.state.get(p, {}).items():
-                if isinstance(value, Tensor):
-                    tensors[f"optimizer.{index}.{name}.{key}"] = value
-                else:
-                    rest[f"optimizer.{index}.{name}"][key] = value
-    return {name: t for name, t in tensors.items() if isinstance(t, Tensor)}, dict(rest)
+        for place, p in enumerate(parameters(optimizer)):
+            yield index, place, f"optimizer.{index}.{known.get(p, f'parameter {place}')}", p
 
 
 def _like_saved(saved: Any, p: Tensor) -> Tensor:
@@ -154,18 +155,12 @@ def _like_saved(saved: Any, p: Tensor) -> Tensor:
     return (torch.empty_like(p, dtype=dtype) if alike else torch.empty(size, dtype=dtype)).detach()
 
 
-def _names(step: TrainState, optimizer: Optimizer) -> list[str]:
-    """Return the names of an optimizer's parameters, in order; for one outside the model its place."""
-    known = {p: _plain(step.model, name) for name, p in step.model.named_parameters()}
-    return [known.get(p, f"parameter {place}") for place, p in enumerate(parameters(optimizer))]  # type: ignore[call-overload]
-
-
 def _plain(model: nn.Module, name: str) -> str:
     """Return a name as the user knows it, without what wrappers put into it."""
     module: nn.Module | None = model
     plain = []
     for part in name.split("."):
-        if not isinstance(module, (DistributedDataParallel, AveragedModel, OptimizedModule)):
+        if not isinstance(module, (DistributedDataParallel, AveragedModel)) and original_of(module) is None:
             plain.append(part)
         module = None if module is None else module._modules.get(part)
     return ".".join(plain) or name

@@ -1,37 +1,48 @@
-"""The settings and the course of a training step: what its checkpoint, its checks and its description read.
+"""The settings and the course of a training step: what its checkpoint, its description and its runs read.
 
-It owns the window that is open, the clearing of gradients, and what has been said.
+It owns the window that is open, the clearing of gradients, the settings that ranks compare, and what has been said.
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
-from passes.contract.errors import PolicyError
+from passes.contract.devices import DEVICES
+from passes.contract.errors import NotAModuleError, PolicyError
 from passes.contract.plan import Plan
 
+from ..capture import compiled
+from ..trust.census.calls import CallCensus
+from ..view.view import is_view
+from . import given
 from .compiled_step import CompiledStep
+from .compiler import model_to_compile, settings_of
 from .ranks.ranks import Ranks
-from .scaler import LossScaler, Tally, require_scale
-from .weights import WeightCasts
-from .window import ByHand, KeptMicroBatches, LossFunction, Window, parameters
+from .ranks.refused import refuse_differences, refuse_unfit_model, refuse_unfit_ranks
+from .scaler import LossScaler, Tally, require_count, require_number, require_scale
+from .update import needs_closure
+from .weights import Mode, WeightCasts
+from .window import ByHand, KeptMicroBatches, LossFunction, Window, live, parameters
 
 logger = logging.getLogger("fxamp")
 
 _LOOKS = 500  # windows between two looks for parameters that no optimizer trains: a walk costs as much as a step
+_LENGTHS = ("step_size", "T_max", "T_0")  # after which a scheduler changes the rate, or begins again
+_EPOCHS = (10, 300)  # as many steps as runs have epochs
 
 
 class TrainState:
-    """What a TrainStep is made of. Settings and counts are described there.
+    """What a TrainStep is made of. Its arguments, and what it counts, are described there.
 
     Attributes:
         low_dtype: The low dtype of the model, None if there is none or it is not known yet.
@@ -40,34 +51,83 @@ class TrainState:
         aborted: Why the last window did not come to its end; "" if it did.
     """
 
-    model: nn.Module
-    loss_fn: LossFunction | None
-    optimizers: tuple[Optimizer, ...]
-    schedulers: tuple[LRScheduler, ...]
-    averages: tuple[AveragedModel, ...]
-    scaler: LossScaler
-    low_dtype: torch.dtype | None
-    accumulate_steps: int
-    max_grad_norm: float | None
-    on_overflow: Literal["skip_window", "skip_microbatch"]
-    max_skips: int
-    on_collapse: Literal["raise", "recolour"] = "raise"  # a class attribute, for what an older fxamp pickled
-    on_gradients: Callable[[list[Tensor]], Any] | None
-    weights: WeightCasts
-    compiled: CompiledStep | None
-    ranks: Ranks
-    windows: int
-    opened: Window | None
-    undecided: bool
-    pending_scaler: Mapping[str, Any] | None
-    switches: tuple[tuple[int, str], ...]
-    switched_plan: Plan | None
-    aborted: str
-    by_hand: ByHand
-    tallies: dict[str, Tally]
-    skips_in_a_row: Tally
-    said: set[str]
-    _untrained: list[Tensor]
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction | None,
+        optimizer: Optimizer | Sequence[Optimizer],
+        *,
+        scaler: LossScaler | float | Literal["auto"] | None = "auto",
+        accumulate_steps: int = 1,
+        max_grad_norm: float | None = None,
+        scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
+        ema: AveragedModel | Sequence[AveragedModel] | None = None,
+        weights: Mode = "auto",
+        on_overflow: Literal["skip_window", "skip_microbatch"] = "skip_window",
+        max_skips: int = 20,
+        on_gradients: Callable[[list[Tensor]], Any] | None = None,
+        census: Literal["warn", "error"] | None = None,
+        on_collapse: Literal["raise", "recolour"] = "raise",
+        compile: bool | str | Mapping[str, Any] = False,
+        cuda_graph: bool = False,
+    ) -> None:
+        if on_overflow not in ("skip_window", "skip_microbatch"):
+            raise PolicyError(f'on_overflow must be "skip_window" or "skip_microbatch", got {on_overflow!r}')
+        if on_collapse not in ("raise", "recolour"):
+            raise PolicyError(f'on_collapse must be "raise" or "recolour", got {on_collapse!r}')
+        if not isinstance(model, nn.Module):
+            raise NotAModuleError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        if loss_fn is not None and (not callable(loss_fn) or isinstance(loss_fn, Optimizer)):
+            raise PolicyError(f"loss_fn must be callable, or None for the output's .loss, got {type(loss_fn).__name__}")
+        require_count("accumulate_steps", accumulate_steps)
+        require_count("max_skips", max_skips)
+        if max_grad_norm is not None:
+            require_number("max_grad_norm", max_grad_norm, "a number greater than 0, or None", lambda x: x > 0)
+
+        self.loss_fn, self.accumulate_steps, self.max_grad_norm = loss_fn, accumulate_steps, max_grad_norm
+        self.max_skips, self.on_gradients, self.on_overflow = max_skips, on_gradients, on_overflow
+        self.on_collapse = on_collapse
+        self.optimizers = given.optimizers_of(optimizer, model)
+        self.schedulers = given.schedulers_of(scheduler, self.optimizers)
+        self.averages = given.averages_of(ema, model)
+        settings = settings_of(compile, cuda_graph)
+        given.refuse_company(
+            self.optimizers,
+            {
+                "max_grad_norm": max_grad_norm is not None,
+                'on_overflow="skip_microbatch"': on_overflow == "skip_microbatch",
+                "on_gradients": on_gradients is not None,
+                f"compile={compile!r}": settings is not None,
+            },
+        )
+        if settings is not None:
+            model = model_to_compile(model, settings)
+        self.model = model
+        self.ranks = Ranks(model, self.optimizers)
+        refuse_unfit_model(model, weights)
+        if weights == "auto" and settings is not None and self.ranks.replicated > 1:
+            weights = "per_use"
+        self.weights = WeightCasts(model, weights, accumulate_steps)
+        self.compiled = None if settings is None else CompiledStep(settings, model, self.weights)
+        self.low_dtype = given.low_dtype_of(model)
+        self.scaler = given.scaler_of(scaler, self.low_dtype)
+        self.scaler.name_parameters(model.named_parameters())
+        # A compiled model is converted at its first call; its low dtype is not known before.
+        compiles = any(compiled.is_compiled(module) for module in model.modules())
+        self.undecided = isinstance(scaler, str) and self.low_dtype is None and compiles
+        self.pending_scaler: Mapping[str, Any] | None = None
+        self.windows, self.aborted = 0, ""
+        self.opened: Window | None = None
+        self.switches: tuple[tuple[int, str], ...] = ()
+        self.switched_plan: Plan | None = None
+        self.tallies = {"steps": Tally(), "skipped": Tally()}
+        self.skips_in_a_row = Tally(in_a_row=True)
+        self.by_hand = ByHand()
+        self.said: set[str] = set()
+        self.closes = any(map(needs_closure, self.optimizers))
+        self.census = None if census is None else CallCensus(census)
+        self._look_for_untrained()
+        self._warn_of_settings()
 
     @property
     def position(self) -> int:
@@ -98,6 +158,69 @@ class TrainState:
         if about not in self.said:
             self.said.add(about)
             logger.warning("fxamp: %s", text)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings that two runs must share, so that one can continue the other."""
+        return {
+            "accumulate_steps": self.accumulate_steps,
+            "on_overflow": self.on_overflow,
+            "loss scaling": "undecided" if self.undecided else self.scaler.kind,
+            "optimizers": [type(o).__name__ for o in self.optimizers],
+            "parameters": [[len(group["params"]) for group in o.param_groups] for o in self.optimizers],
+            "schedulers": [type(s).__name__ for s in self.schedulers],
+            "ema": len(self.averages),
+            "policy": given.policies_asked(self.model) if not self.switches else None,
+            "max_grad_norm": self.max_grad_norm,
+        }
+
+    def _compare_ranks(self) -> None:
+        """Refuse, on all ranks, settings that they cannot share or that differ. Only the first call checks."""
+        if "ranks" in self.said:
+            return
+        ranks = self.ranks
+        scaled = self.scaler.is_enabled() or self.undecided
+        refuse_unfit_ranks(ranks, accumulate_steps=self.accumulate_steps, on_overflow=self.on_overflow, scaled=scaled)
+        if ranks.groups or (ranks.shared and dist.get_world_size() > 1):
+            told = {
+                "the policy": given.policies_asked(self.model),
+                "the number of ranks": [dist.get_world_size(group) for group in ranks.groups],
+                "the loss scaler": "undecided"
+                if self.undecided
+                else {"kind": self.scaler.kind, **self.scaler.state_dict()},
+                **self.settings(),
+                "on_collapse": self.on_collapse,
+                "the number of finished windows": self.windows,
+            }
+            refuse_differences(told, ranks.groups, self.model)
+        self.said.add("ranks")
+
+    def _before_micro_batch(self) -> None:
+        """Make the checks of each micro-batch; name a model in eval mode each time anew."""
+        self._compare_ranks()
+        for about, text in self.by_hand.found(self.optimizers, self.schedulers, self.position, self.accumulate_steps):
+            self.say(about, text)
+        if self.model.training:
+            self.said.discard("eval")
+        else:
+            self.say(
+                "eval",
+                f"TrainStep trains {type(self.model).__name__} in eval mode: dropout is off and statistics of batch "
+                "norms stay. Call train() before.",
+            )
+
+    def _warn_of_fp32(self) -> None:
+        """Say that a model is not converted, once, after its first forward: it trains in FP32, perhaps by mistake."""
+        if "fp32" in self.said:
+            return
+        under_autocast = any(map(torch.is_autocast_enabled, DEVICES))
+        if not under_autocast and not any(map(is_view, self.model.modules())) and not given.policies_of(self.model):
+            self.say(
+                "fp32",
+                f"TrainStep trains {type(self.model).__name__} in FP32, since it is not converted: give it what "
+                "fxamp.convert(model, ...) or fxamp.compile(model) returned. Keep the optimizer: the parameters are "
+                "the same.",
+            )
+        self.said.add("fp32")
 
     def open_window(self, scale: float | None = None) -> Window:
         """Open a window with a scale of its own, or return the one that is open; a scale other than its is refused."""
@@ -135,9 +258,9 @@ class TrainState:
 
     def _clear(self, *, in_place: bool) -> list[Tensor]:
         """Clear the gradients of model, loss and optimizers; return the parameters of optimizers that had one."""
-        had = [p for o in self.optimizers for group in o.param_groups for p in group["params"] if p.grad is not None]
+        had = live(self.optimizers)
         for p in had:
-            if in_place:
+            if in_place and p.grad is not None:
                 p.grad.detach_().zero_()
             else:
                 p.grad = None
@@ -153,6 +276,27 @@ class TrainState:
         held = {id(p) for optimizer in self.optimizers for p in parameters(optimizer)}
         modules = [self.model, self.loss_fn] if isinstance(self.loss_fn, nn.Module) else [self.model]
         self._untrained = [p for module in modules for p in module.parameters() if id(p) not in held]
+
+    def _warn_of_settings(self) -> None:
+        """Name settings that look like mistakes: a scheduler made for epochs, and a model that is hardly trained."""
+        untrained = set(map(id, self._untrained))
+        sizes = {id(p): p.numel() for p in self.model.parameters() if p.requires_grad}
+        left_out = sum(size for p, size in sizes.items() if p in untrained) / max(sum(sizes.values()), 1)
+        if left_out >= 0.5:
+            self.say(
+                "untrained",
+                f"no optimizer of this TrainStep trains {100 * left_out:.0f} % of the trainable weights of "
+                f"{type(self.model).__name__}: give it the other optimizers too, or call requires_grad_(False) on what "
+                "stays.",
+            )
+        for scheduler in self.schedulers:
+            length = next((getattr(scheduler, name) for name in _LENGTHS if hasattr(scheduler, name)), None)
+            if isinstance(length, int) and _EPOCHS[0] <= length <= _EPOCHS[1]:
+                self.say(
+                    f"epochs of {type(scheduler).__name__}",
+                    f"{type(scheduler).__name__} steps after each window, and {length} windows are few: if it counts "
+                    "epochs, leave it out of the TrainStep, and call scheduler.step() yourself after each epoch.",
+                )
 
     def _clear_stale(self) -> None:
         """Clear gradients that somebody has left; for CUDA graphs have one of zeros for each parameter."""

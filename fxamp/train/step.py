@@ -11,41 +11,33 @@ A *window* is the micro-batches whose gradients one optimizer step takes: `accum
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.swa_utils import AveragedModel
 
-from passes.contract.errors import NotAModuleError, PolicyError, ScaleCollapseError
+from passes.contract.errors import PolicyError, ScaleCollapseError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy
 
-from ..capture import compiled
-from ..trust.census.calls import CallCensus
+from ..trust.given_step import require_loss
+from ..view.switch import switch_views
 from . import checkpoint, given
 from .collapse import first_overflow, recolour
 from .compiled_step import CompiledStep
-from .compiler import model_to_compile, settings_of
 from .describe import reasons_to_wait
-from .ranks.ranks import Ranks, exchange
-from .ranks.refused import refuse_unfit_model
+from .ranks.ranks import exchange
 from .result import HostFlag, StepResult
-from .scaler import LossScaler, Tally, collapsed, require_count, require_number
+from .scaler import Tally, collapsed
 from .state import TrainState
-from .switch import switch_views
-from .update import AtEnd, Update, needs_closure, step_by_closure, take_step
-from .weights import Mode, WeightCasts
+from .update import AtEnd, Update, step_by_closure, take_step
+from .weights import WeightCasts
 from .window import (
     UNWEIGHTED,
-    ByHand,
-    LossFunction,
     Mean,
     Weight,
     Window,
@@ -53,7 +45,6 @@ from .window import (
     loss_of,
     range_of,
     refuse_constant,
-    require_loss,
 )
 
 
@@ -83,8 +74,8 @@ class TrainStep(TrainState):
         model: A module that `fxamp.convert` or `fxamp.compile` returned, or a wrapper of one. An unconverted model
             trains in FP32, except with `compile="fxamp"`. TrainStep never calls train() or eval().
         loss_fn: It is called as `loss_fn(output, target)`, or without a target as `loss_fn(output)`, and returns a
-            tensor of one element. With None the loss is an entry of the model's output: `output.loss` or
-            `output["loss"]`.
+            tensor of one element. With None the loss is an entry of the model's output, `output.loss` or
+            `output["loss"]`, or the output itself if it is a tensor of shape ().
         optimizer: One optimizer, or several over distinct parameters. One that evaluates the loss itself (LBFGS) has to
             be the only one; it runs the micro-batches of the window again whenever it evaluates the loss.
         scaler: A LossScaler that nothing else uses; a number for a static loss scale; None for no loss scaling. "auto"
@@ -150,73 +141,6 @@ class TrainStep(TrainState):
         (('Python decides whether SGD steps',), True)
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: LossFunction | None,
-        optimizer: Optimizer | Sequence[Optimizer],
-        *,
-        scaler: LossScaler | float | Literal["auto"] | None = "auto",
-        accumulate_steps: int = 1,
-        max_grad_norm: float | None = None,
-        scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
-        ema: AveragedModel | Sequence[AveragedModel] | None = None,
-        weights: Mode = "auto",
-        on_overflow: Literal["skip_window", "skip_microbatch"] = "skip_window",
-        max_skips: int = 20,
-        on_gradients: Callable[[list[Tensor]], Any] | None = None,
-        census: Literal["warn", "error"] | None = None,
-        on_collapse: Literal["raise", "recolour"] = "raise",
-        compile: bool | str | Mapping[str, Any] = False,
-        cuda_graph: bool = False,
-    ) -> None:
-        if on_overflow not in ("skip_window", "skip_microbatch"):
-            raise PolicyError(f'on_overflow must be "skip_window" or "skip_microbatch", got {on_overflow!r}')
-        if on_collapse not in ("raise", "recolour"):
-            raise PolicyError(f'on_collapse must be "raise" or "recolour", got {on_collapse!r}')
-        if not isinstance(model, nn.Module):
-            raise NotAModuleError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        if loss_fn is not None and (not callable(loss_fn) or isinstance(loss_fn, Optimizer)):
-            raise PolicyError(f"loss_fn must be callable, or None for the output's .loss, got {type(loss_fn).__name__}")
-        require_count("accumulate_steps", accumulate_steps)
-        require_count("max_skips", max_skips)
-        if max_grad_norm is not None:
-            require_number("max_grad_norm", max_grad_norm, "a number greater than 0, or None", lambda x: x > 0)
-
-        self.loss_fn, self.accumulate_steps, self.max_grad_norm = loss_fn, accumulate_steps, max_grad_norm
-        self.max_skips, self.on_gradients, self.on_overflow = max_skips, on_gradients, on_overflow
-        self.on_collapse = on_collapse
-        self.optimizers = given.optimizers_of(optimizer, model)
-        self.schedulers = given.schedulers_of(scheduler, self.optimizers)
-        self.averages = given.averages_of(ema, model)
-        given.refuse_company(self.optimizers, max_grad_norm, on_overflow, on_gradients)
-        settings = settings_of(compile, cuda_graph)
-        if settings is not None:
-            model = model_to_compile(model, self.optimizers, settings)
-        self.model = model
-        self.ranks = Ranks(model, self.optimizers)
-        refuse_unfit_model(model, weights)
-        if weights == "auto" and settings is not None and self.ranks.replicated > 1:
-            weights = "per_use"
-        self.weights = WeightCasts(model, weights, accumulate_steps)
-        self.compiled = None if settings is None else CompiledStep(settings, model, self.weights)
-        self.low_dtype = given.low_dtype_of(model)
-        self.scaler = given.scaler_of(scaler, self.low_dtype)
-        self.scaler.name_parameters(model.named_parameters())
-        # A compiled model is converted at its first call; its low dtype is not known before.
-        compiles = any(compiled.is_compiled(module) for module in model.modules())
-        self.undecided = isinstance(scaler, str) and self.low_dtype is None and compiles
-        self.pending_scaler = None
-        self.windows, self.opened, self.aborted = 0, None, ""
-        self.switches, self.switched_plan = (), None
-        self.tallies = {"steps": Tally(), "skipped": Tally()}
-        self.skips_in_a_row = Tally(in_a_row=True)
-        self.by_hand, self.said = ByHand(), set()
-        self._closes = any(map(needs_closure, self.optimizers))
-        self.census = None if census is None else CallCensus(census)
-        self._look_for_untrained()
-        given.warn_of_settings(self)
-
     def __repr__(self) -> str:
         """Name the model, and what a window is."""
         scaling = {"none": "no loss scaling", "static": "a static loss scale", "dynamic": "a dynamic loss scale"}
@@ -269,7 +193,7 @@ class TrainStep(TrainState):
     def _run(self, inputs: Any, target: Any, scale: float | None, weight: Weight) -> StepResult:
         window = self.open_window(scale)
         with self._abandoning():
-            given.before_micro_batch(self)
+            self._before_micro_batch()
             with self._exchanging(window):
                 with range_of("forward"):
                     if self.compiled is None:
@@ -301,7 +225,7 @@ class TrainStep(TrainState):
         self._refuse_own_loss()
         with self._abandoning():
             window = self.open_window(scale)
-            given.before_micro_batch(self)
+            self._before_micro_batch()
             with self._exchanging(window):
                 yield window
 
@@ -368,7 +292,7 @@ class TrainStep(TrainState):
             >>> step(x, y).reason, step.flush().reason
             ('accumulating', 'stepped')
         """
-        given.begin(self)
+        self._compare_ranks()
         total = self.ranks.seen(self.position)
         if not total:
             return self._result(self.opened or Window(self.scaler), Update({}))
@@ -451,12 +375,6 @@ class TrainStep(TrainState):
         """
         self.load_state_dict(torch.load(path, map_location="cpu"), allow=allow)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> TrainStep:
-        """Copy the step with its model and optimizers, between windows: copies of parameters have no gradients."""
-        new = memo[id(self)] = TrainStep.__new__(TrainStep)
-        new.__setstate__({key: copy.deepcopy(value, memo) for key, value in self.__getstate__().items()})
-        return new
-
     def __getstate__(self) -> dict[str, Any]:
         if self.position:
             raise PolicyError("a TrainStep cannot be copied within a window: call flush() first, or save state_dict()")
@@ -476,6 +394,12 @@ class TrainStep(TrainState):
         try:
             yield
         except BaseException:
+            if self.position:
+                self.say(
+                    "abandoned",
+                    f"an error left a window after {self.position} of {self.accumulate_steps} micro-batches, whose "
+                    "gradients are gone: the next call begins a new window",
+                )
             self.close_window()
             raise
 
@@ -484,10 +408,10 @@ class TrainStep(TrainState):
         return self.ranks.exchanging(window.position + 1 == self.accumulate_steps and window.kept is None)
 
     def _backward(self, window: Window, loss: Tensor, weight: Weight, batch: Any) -> None:
-        given.warn_of_fp32(self)
+        self._warn_of_fp32()
         if self.undecided:
             self._decide(window)
-        if self._closes and weight is not UNWEIGHTED:
+        if self.closes and weight is not UNWEIGHTED:
             raise PolicyError(
                 f"{type(self.optimizers[0]).__name__} runs the window again itself, without weights: leave out weight="
             )
@@ -499,13 +423,13 @@ class TrainStep(TrainState):
             with range_of("backward"):
                 mean = weighted if self.accumulate_steps == 1 else weighted / self.accumulate_steps
                 window.scaler.scale(mean).backward()
-        self.weights.after_backward()
+        self.weights.copies.after_backward()
         if window.kept is not None:
             window.kept.after_backward(share)
         detached = loss.detach().view(())
         # The next replay of a CUDA graph overwrites the loss.
         window.took(detached.clone() if self.in_place else detached, share)
-        if batch is None or not (self._closes or self.on_collapse == "recolour"):
+        if batch is None or not (self.closes or self.on_collapse == "recolour"):
             window.batches.clear()
         if batch is not None:
             window.batches.append(batch)
@@ -517,7 +441,7 @@ class TrainStep(TrainState):
                 "compile= makes model and loss one graph, which has no place for a loss of one's own: give it as "
                 "loss_fn, or leave compile out"
             )
-        if self._closes:
+        if self.closes:
             name = type(self.optimizers[0]).__name__
             raise PolicyError(f"{name} runs the window again itself, which takes a loss_fn: call step(inputs, target)")
 
@@ -575,26 +499,24 @@ class TrainStep(TrainState):
     def _end(self, window: Window, total: int | None) -> tuple[Update, Mean]:
         early = total is not None
         mean = Mean(window.position * self.ranks.replicated if total is None else total)
-        if not self._closes:
+        if not self.closes:
             mean = window.average(self.optimizers, self.ranks, self.accumulate_steps, in_backward=not early)
-        others = self._closes and early and bool(self.ranks.replicas)
+        others = self.closes and early and bool(self.ranks.replicas)
         live = [o for o in self.optimizers if others or first_with_gradient([o]) is not None]
         if not live:
             return Update({}), mean
         window.scale  # noqa: B018 - read before the update changes it
-        if self._closes:
+        if self.closes:
             share = mean.kept / self.ranks.replicated
             held = step_by_closure(live[0], window.scaler, lambda: self._run_again(window, share, early), self.ranks)
             window.scaler.update()
             update = Update({live[0]: held})
         else:
-            at_end = AtEnd(
-                window.scaler, live, self.max_grad_norm, self.ranks, mean.nothing, mean.overflow, self.on_gradients
-            )
-            if self.compiled is not None and self.compiled.update.takes(at_end):
-                update = self.compiled.update(at_end)
-            else:
-                update = take_step(at_end, followed=bool(self.schedulers or self.averages))
+            end = AtEnd(
+                window.scaler, live, self.max_grad_norm, self.ranks, mean.nothing, mean.overflow, self.on_gradients,
+                followed=bool(self.schedulers or self.averages),
+            )  # fmt: skip
+            update = take_step(end) if self.compiled is None else self.compiled.update(end)
         return update._replace(held_back=self._follow(update)), mean
 
     def _run_again(self, window: Window, share: float | Tensor, early: bool) -> Tensor:
@@ -610,7 +532,7 @@ class TrainStep(TrainState):
                 with self.ranks.exchanging(not early and index + 1 == count):
                     loss = loss_of(self.model, self.loss_fn, inputs, target)[0] / share
                     window.scaler.scale(loss).backward()
-                    self.weights.after_backward()
+                    self.weights.copies.after_backward()
                     losses.append(loss.detach())
         if not self.ranks.groups:
             return torch.stack(losses).sum()

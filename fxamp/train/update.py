@@ -22,7 +22,7 @@ from torch.optim import SGD, Optimizer
 from .ranks.ranks import Ranks, is_spread, local, total_norm
 from .result import HeldBack, HostFlag, to_host
 from .scaler import LossScaler
-from .window import gradients, holds_inf_or_nan, parameters
+from .window import gradients, holds_inf_or_nan, live, parameters
 
 
 class Update(NamedTuple):
@@ -41,6 +41,7 @@ class AtEnd(NamedTuple):
         nothing_kept: A flag on the device, nonzero if every micro-batch was left out.
         overflow: A flag on the device, nonzero where the scale backs off though the optimizers may step.
         on_gradients: Called with the parameters, once their gradients are unscaled.
+        followed: Whether the host will ask which steps were taken: the answers are sent there before the steps.
     """
 
     scaler: LossScaler
@@ -50,20 +51,15 @@ class AtEnd(NamedTuple):
     nothing_kept: Tensor | None = None
     overflow: Tensor | None = None
     on_gradients: Callable[[list[Tensor]], Any] | None = None
-
-    @property
-    def live(self) -> list[Tensor]:
-        """The parameters that have gradients."""
-        return [p for optimizer in self.optimizers for p in parameters(optimizer) if p.grad is not None]
+    followed: bool = False
 
 
-def take_step(end: AtEnd, *, followed: bool = False) -> Update:
+def take_step(end: AtEnd) -> Update:
     """Let optimizers step, and update the scale.
 
-    With `max_grad_norm`, one gradient that is not finite holds every optimizer back: there is no norm to clip to. Where
-    steps are `followed`, the host will ask which were taken: the answers are sent there before the steps.
+    With `max_grad_norm`, one gradient that is not finite holds every optimizer back: there is no norm to clip to.
     """
-    scaler, ranks = end.scaler, end.ranks
+    scaler, ranks, followed = end.scaler, end.ranks, end.followed
     grad_norm = None
     found_inf: bool | Tensor | None = end.nothing_kept
     if end.max_grad_norm is not None or end.on_gradients is not None or ranks.decide_apart:
@@ -71,14 +67,14 @@ def take_step(end: AtEnd, *, followed: bool = False) -> Update:
             scaler.unscale_(optimizer)
         ranks.agree(scaler._found_infs_of(end.optimizers))
     if end.on_gradients is not None:
-        end.on_gradients(end.live)
+        end.on_gradients(live(end.optimizers))
     if end.max_grad_norm is not None:
         grad_norm = total_norm(gradients(end.optimizers))
         if scaler.is_enabled():
             scaler._join_found_inf(end.optimizers)
         else:
             found_inf = _found_inf(end, grad_norm)
-        clip(end.live, end.max_grad_norm, grad_norm)
+        clip(live(end.optimizers), end.max_grad_norm, grad_norm)
     held_back: dict[Optimizer, HeldBack] = {}
     begun = to_host(found_inf) if followed and found_inf is not None else found_inf
     for optimizer in end.optimizers:
@@ -121,9 +117,6 @@ def clip(params: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
             local(gradient).mul_(factor.to(gradient.device))
 
 
-# ------------------------------------------------------------------------------------- one optimizer
-
-
 def is_fused(optimizer: Optimizer) -> bool:
     """Say whether an optimizer takes the loss scale and found_inf itself, on the device."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
@@ -133,7 +126,7 @@ def has_state(optimizer: Optimizer) -> bool:
     """Say whether a step creates no state, because the state exists or the optimizer has none."""
     if type(optimizer) is SGD and not any(group["momentum"] for group in optimizer.param_groups):
         return True
-    return all(bool(optimizer.state.get(p)) for p in parameters(optimizer) if p.grad is not None)
+    return all(bool(optimizer.state.get(p)) for p in live([optimizer]))
 
 
 def _begins_undefined(optimizer: Optimizer) -> bool:
@@ -192,7 +185,7 @@ def step_where_finite(optimizer: Optimizer, found_inf: bool | Tensor) -> bool | 
                 del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
             return found_inf
         if is_undoable(optimizer):
-            step_or_restore(optimizer, found_inf)
+            step_or_restore(optimizer.step, [*live([optimizer]), *state_of(optimizer)], found_inf)
             return found_inf
         found_inf = bool(found_inf)
     if not found_inf:
@@ -200,19 +193,19 @@ def step_where_finite(optimizer: Optimizer, found_inf: bool | Tensor) -> bool | 
     return found_inf
 
 
+def state_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the state of the parameters that have gradients, as far as it is tensors."""
+    values = (value for p in live([optimizer]) for value in optimizer.state.get(p, {}).values())
+    return [value for value in values if isinstance(value, Tensor)]
+
+
 @torch.no_grad()
-def step_or_restore(optimizer: Optimizer, found_inf: Tensor) -> None:
-    """Step, and undo the step if `found_inf` is not 0. The optimizer's whole state must exist already."""
-    live = [p for p in parameters(optimizer) if p.grad is not None]
-    before = [p.clone() for p in live]
-    states = [{k: v.clone() for k, v in optimizer.state[p].items() if isinstance(v, Tensor)} for p in live]
-    optimizer.step()
-    for p, old, state in zip(live, before, states, strict=True):
-        for now, then in [(p, old), *((optimizer.state[p][key], value) for key, value in state.items())]:
-            now.copy_(torch.where(found_inf.to(now.device) != 0, then, now))
-
-
-# ------------------------------------------------------------------------------------- optimizers that call a closure
+def step_or_restore(step: Callable[[], object], changes: Sequence[Tensor], found_inf: Tensor) -> None:
+    """Step, and undo what it `changes` if `found_inf` is not 0. An optimizer's whole state must exist already."""
+    before = [tensor.clone() for tensor in changes]
+    step()
+    for now, then in zip(changes, before, strict=True):
+        now.copy_(torch.where(found_inf.to(now.device) != 0, then, now))
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
@@ -235,8 +228,8 @@ def step_by_closure(optimizer: Optimizer, scaler: LossScaler, run: Callable[[], 
         with torch.enable_grad():
             loss = run()
         if scaler.is_enabled():
-            scaler._unscale_again(optimizer)
-            found = holds_inf_or_nan(gradients([optimizer]))
+            scaler._forget_step()  # what another evaluation unscaled
+            found = scaler._unscaled_found_inf(optimizer)
             ranks.agree([found])
             if found.item():
                 raise _NotFinite

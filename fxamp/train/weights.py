@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from torch import nn
 
@@ -18,7 +18,6 @@ from ..view.view import is_view, runner_of
 from .ranks.ranks import is_sharded
 
 Mode = Literal["auto", "per_step", "per_use"]
-MODES = ("auto", "per_step", "per_use")
 
 # Wrappers that put other tensors in the parameters' place for a call, or copy the module for it.
 _REPLACE_PARAMETERS = ("DataParallel", "FullyShardedDataParallel")
@@ -55,8 +54,8 @@ class WeightCasts:
     """
 
     def __init__(self, model: nn.Module, mode: Mode, accumulate_steps: int) -> None:
-        if mode not in MODES:
-            raise PolicyError(f"weights must be one of {', '.join(map(repr, MODES))}, got {mode!r}")
+        if mode not in get_args(Mode):
+            raise PolicyError(f"weights must be one of {', '.join(map(repr, get_args(Mode)))}, got {mode!r}")
         self.asked, self._accumulate_steps = mode, accumulate_steps
         self.copies, self.is_open = Copies(), False
         parts = list(_parts(model))
@@ -124,10 +123,6 @@ class WeightCasts:
             undo.pop_all()
         self.copies.open()
         self.is_open = True
-
-    def after_backward(self) -> None:
-        """Note that the backward of a micro-batch has run."""
-        self.copies.after_backward()
 
     def end(self) -> None:
         """End a window: views cast at each use."""

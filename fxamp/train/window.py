@@ -10,9 +10,8 @@ memory for a second set of gradients.
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,47 +24,20 @@ from torch.optim.lr_scheduler import LRScheduler
 from passes._torch import is_profiling, sequence_number
 from passes.contract.errors import PolicyError
 
+from ..trust import given_step
 from ..trust.given_step import output_of
 from .ranks.ranks import Ranks, agree, exchange, exchanged, groups_of, local
 from .scaler import LossScaler
-
-logger = logging.getLogger("fxamp")
 
 LossFunction = Callable[..., Tensor]
 Weight = float | Tensor
 UNWEIGHTED: float = float("1.0")  # the object itself says that no weight was given; all ranks give weights, or none
 
 
-# ------------------------------------------------------------------------------------- losses
-
-
 def loss_of(model: nn.Module, loss_fn: LossFunction | None, inputs: Any, target: Any) -> tuple[Tensor, Any]:
-    """Call the model on inputs, and the loss function on its output and a target; return the loss and the output.
-
-    Without a target it is `loss_fn(output)`; None for `loss_fn` takes `output.loss` or `output["loss"]`.
-    """
-    loss: Any
+    """Call the model on inputs, and the loss function on its output and a target; return the loss and the output."""
     output = output_of(model, inputs)
-    if loss_fn is not None:
-        loss = loss_fn(output) if target is None else loss_fn(output, target)
-    elif target is not None:
-        raise PolicyError("a target was given but loss_fn is None: give a loss_fn, or pass the target among the inputs")
-    else:
-        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-        if loss is None:
-            raise PolicyError(
-                f"loss_fn is None, and the output ({type(output).__name__}) has no loss: give labels among the inputs, "
-                "or a loss_fn"
-            )
-    require_loss(loss)
-    return loss, output
-
-
-def require_loss(loss: object) -> None:
-    """Raise PolicyError unless a loss is a tensor of one element."""
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise PolicyError(f"the loss must be a tensor of one element, got {what}")
+    return given_step.loss_of(output, target, loss_fn)[0], output
 
 
 def refuse_constant(loss: Tensor, optimizers: Iterable[Optimizer]) -> None:
@@ -77,27 +49,25 @@ def refuse_constant(loss: Tensor, optimizers: Iterable[Optimizer]) -> None:
         )
 
 
-# ------------------------------------------------------------------------------------- gradients
-
-
 def parameters(optimizer: Optimizer) -> list[Tensor]:
     """Return all parameters of an optimizer."""
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
+def live(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    """Return the parameters that have gradients."""
+    return [p for o in optimizers for group in o.param_groups for p in group["params"] if p.grad is not None]
+
+
 def gradients(optimizers: Iterable[Optimizer]) -> list[Tensor]:
     """Return the gradients that there are."""
-    return [p.grad for optimizer in optimizers for p in parameters(optimizer) if p.grad is not None]
+    return [p.grad for p in live(optimizers) if p.grad is not None]
 
 
 def first_with_gradient(optimizers: Iterable[Optimizer]) -> Tensor | None:
     """Return the first parameter of some optimizers that has a gradient."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    return p  # type: ignore[no-any-return]
-    return None
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return next((p for group in groups for p in group["params"] if p.grad is not None), None)
 
 
 def holds_inf_or_nan(tensors: list[Tensor]) -> Tensor:
@@ -148,9 +118,6 @@ class KeptMicroBatches:
             else:
                 p.grad = before
         self._sums.clear()
-
-
-# ------------------------------------------------------------------------------------- the window
 
 
 class Mean(NamedTuple):
@@ -303,46 +270,48 @@ class ByHand:
     """What a TrainStep left after its last micro-batch and its last window, compared with what the next one finds."""
 
     def __init__(self) -> None:
-        self._gradients = False  # whether the micro-batches of this window left any
-        self._versions: list[int | None] = []  # of one weight of each optimizer, within a window
+        self._versions: list[int | None] = []  # of a weight of each optimizer that has a gradient, within a window
         self._epochs: list[tuple[int, ...]] = []  # of each scheduler, between windows
         self._cleared: list[Tensor] = []  # the parameters that had gradients in the last window
         self._recorded = -1  # the number of autograd's next op when it ended
-        self._warned: set[str] = set()
 
     def after_micro_batch(self, optimizers: Sequence[Optimizer]) -> None:
         """Note the state within a window."""
         self._versions = list(map(_version, optimizers))
-        self._gradients = any(version is not None for version in self._versions)
 
     def after_window(self, schedulers: Sequence[LRScheduler], cleared: list[Tensor]) -> None:
         """Note the state between windows, and the parameters whose gradients were cleared."""
-        self._gradients, self._versions = False, []
-        self._cleared, self._recorded = cleared, sequence_number()
+        self._versions, self._cleared, self._recorded = [], cleared, sequence_number()
         self._epochs = list(map(_epochs_of, schedulers))
 
-    def check(
+    def found(
         self, optimizers: Sequence[Optimizer], schedulers: Sequence[LRScheduler], position: int, accumulate_steps: int
-    ) -> None:
-        """Look for what was done by hand since the last micro-batch or window; only cleared gradients are refused."""
-        if self._gradients and first_with_gradient(optimizers) is None:
+    ) -> Iterator[tuple[str, str]]:
+        """Yield (subject, text) for what was done by hand since the last micro-batch or window.
+
+        Raises:
+            PolicyError: Gradients were cleared within a window.
+        """
+        had = any(version is not None for version in self._versions)
+        if had and first_with_gradient(optimizers) is None:
             raise PolicyError(
                 f"the gradients of {position} of the window's {accumulate_steps} micro-batches were cleared "
                 "before the next one: leave out zero_grad(). A TrainStep clears gradients itself, after each window."
             )
         for optimizer, before in zip(optimizers, self._versions, strict=False):
             if before != _version(optimizer):
-                self._warn(
-                    "the weights that %s trains changed within a window of %d micro-batches: leave out "
-                    "optimizer.step(). A TrainStep steps itself, after each window.",
-                    type(optimizer).__name__, accumulate_steps,
-                )  # fmt: skip
+                yield (
+                    "weights",
+                    f"the weights that {type(optimizer).__name__} trains changed within a window of {accumulate_steps} "
+                    "micro-batches: leave out optimizer.step(). A TrainStep steps itself, after each window.",
+                )
         for scheduler, epoch in zip(schedulers, self._epochs, strict=False):
             if _epochs_of(scheduler) == tuple(one + 1 for one in epoch):
-                self._warn(
-                    "%s stepped outside its TrainStep, which steps it after each window: leave out scheduler.step(), "
-                    "or do not give the scheduler to the TrainStep.", type(scheduler).__name__,
-                )  # fmt: skip
+                yield (
+                    "schedulers",
+                    f"{type(scheduler).__name__} stepped outside its TrainStep, which steps it after each window: "
+                    "leave out scheduler.step(), or do not give the scheduler to the TrainStep.",
+                )
         self._epochs = []
 
     def stale(self, optimizers: Iterable[Optimizer]) -> Tensor | None:
@@ -354,11 +323,6 @@ class ByHand:
         if sequence_number() != self._recorded:
             return first_with_gradient(optimizers)
         return next((p for p in self._cleared if p.grad is not None), None)
-
-    def _warn(self, text: str, *values: object) -> None:
-        if text not in self._warned:
-            self._warned.add(text)
-            logger.warning(f"fxamp: {text}", *values)
 
 
 def _epochs_of(scheduler: LRScheduler) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ batches   an iterable of inputs or of (inputs, target), in the place of `inputs`
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,16 +125,24 @@ def copies(values: Any) -> Any:
 
 
 @contextlib.contextmanager
-def as_before(model: nn.Module) -> Iterator[None]:
-    """Restore random states, what a model holds, its parameters, their gradients (None inside), and attributes."""
+def as_before(model: nn.Module, written: Collection[int] | None = None) -> Iterator[list[Tensor]]:
+    """Restore random states, what a model holds, its parameters, their gradients (None inside), and attributes.
+
+    Yields a list, which afterwards holds the tensors that were restored.
+
+    Args:
+        model: what runs inside.
+        written: the identities of the parameters to restore, if it is known which are written; None for all.
+    """
     parameters = list(model.parameters())
     gradients = [p.grad for p in parameters]
-    everything = {id(t): t for t in (*held(model).values(), *parameters)}
-    with same_random_state(), same_attributes(model), kept(everything.values()):
+    restored = [p for p in parameters if written is None or id(p) in written]
+    everything = {id(t): t for t in (*held(model).values(), *restored)}
+    with same_random_state(), same_attributes(model), kept(everything.values()) as found:
         for p in parameters:
             p.grad = None
         try:
-            yield
+            yield found
         finally:
             for p, gradient in zip(parameters, gradients, strict=True):
                 p.grad = gradient
@@ -172,11 +180,12 @@ def loss_of(output: Any, target: Any, loss: Loss, *, any_will_do: bool = False) 
     """
     if loss is not None:
         found = loss(output) if target is None else loss(output, target)
-        if not isinstance(found, Tensor) or found.numel() != 1:
-            raise PolicyError(f"loss= gives a tensor of one element, not {_described(found)}.")
+        require_loss(found)
         return found, ()
     if target is not None:
-        raise PolicyError("a target was given without loss=: give both, or leave out the target.")
+        raise PolicyError(
+            "a target was given without loss= (loss_fn of a TrainStep): give both, or leave out the target."
+        )
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     found = output if found is None and isinstance(output, Tensor) and not output.dim() else found
     if isinstance(found, Tensor) and found.is_floating_point() and found.numel() == 1:
@@ -190,9 +199,15 @@ def loss_of(output: Any, target: Any, loss: Loss, *, any_will_do: bool = False) 
     if found is not None:
         what = f"a loss that is {_described(found)}, not a tensor of one element"
     raise PolicyError(
-        f"the output ({type(output).__name__}) has {what}: give loss=, a function of the output, or of output and "
-        "target, that returns a tensor of one element."
+        f"the output ({type(output).__name__}) has {what}: give loss= (loss_fn of a TrainStep), a function of the "
+        "output, or of output and target, that returns a tensor of one element."
     )
+
+
+def require_loss(loss: object) -> None:
+    """Raise PolicyError unless a loss is a tensor of one element."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise PolicyError(f"the loss must be a tensor of one element, not {_described(loss)}.")
 
 
 def _described(value: Any) -> str:

@@ -29,6 +29,15 @@ def held(model: nn.Module) -> dict[str, torch.Tensor]:
     return out
 
 
+def tables(module: nn.Module) -> list[dict[str, Any]]:
+    """Return the attributes of a module, and torch's tables of its buffers, children and hooks.
+
+    That of parameters is left out: FSDP2 exchanges gathered and sharded ones there, and has its own note of which.
+    """
+    own = vars(module)
+    return [own, *(v for name, v in own.items() if name in _OWN - {"_parameters"} and isinstance(v, dict))]
+
+
 @contextlib.contextmanager
 def kept(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Restore tensors, whatever happens inside: their contents, and their storage if `set_` replaced it.

@@ -42,7 +42,7 @@ from passes._torch import (
     storage_id,
     without_modes,
 )
-from passes.contract.dtypes import dtype_name
+from passes.contract.policy import dtype_name
 from passes.graph.values import no_autocast
 from passes.ops.rules import LOW, RULES
 

@@ -46,12 +46,11 @@ from passes._torch import (
     without_modes,
     without_module_trackers,
 )
+from passes.contract.costs import Penalties, Timer
 from passes.contract.errors import CaptureError, FxampError, PolicyError
-from passes.contract.penalties import Penalties
 from passes.contract.plan import CERTIFICATE, Plan
 from passes.contract.policy import Policy, nearest
 from passes.contract.reasons import Code
-from passes.contract.timing import Timer
 from passes.runtime.regions import ModesKeptOnError
 
 from ..capture import recompile_limit

@@ -18,16 +18,13 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import Graph, Node
 
-from ..colouring import Assignment, Colouring, Colours
-from ..contract.dtypes import dtype_name
+from ..contract.costs import Penalties, Timer
 from ..contract.errors import PlanError, PolicyError
-from ..contract.penalties import Penalties
 from ..contract.plan import Decision, Plan
 from ..contract.plan_format import REMEDY
-from ..contract.policy import Policy
+from ..contract.policy import Policy, dtype_name
 from ..contract.reasons import Code
-from ..contract.timing import Timer
-from ..form import Ensures, Unit
+from ..form import Assignment, Colouring, Colours, Ensures, Unit
 from ..graph.aliases import Aliases
 from ..graph.grad import is_leaf, requires_grad
 from ..graph.notes import note_of
@@ -52,15 +49,7 @@ from .place.saturate import saturate
 
 @dataclass(frozen=True)
 class AssignPrecision:
-    """Decide for every node of a graph.
-
-    Attributes:
-        policy: with dtype and device filled in.
-        plan: the plan to carry out instead of choosing.
-        exact: the plan is of these very graphs, and must fit them.
-        timer: measures calls, for a policy with cost="measured", unless its plan is replayed.
-        penalties: what errors cost beside bytes.
-    """
+    """Decide for every node of a graph; the options are arguments of `compile_graph`."""
 
     name: ClassVar = "assign-precision"
     ensures: ClassVar = Ensures.NOTHING_NEW
@@ -71,13 +60,7 @@ class AssignPrecision:
     penalties: Penalties | None = None
 
     def __call__(self, unit: Unit) -> Assignment:
-        """Decide on one legalized graph, which is not changed.
-
-        Raises:
-            PlanError: the plan does not fit the graph, or stores a value low that a reader needs in FP32.
-            PolicyError: two overrides contradict each other; an op is banned or, with unknown_ops="error", unknown;
-                costs are to be measured, but nothing can be run.
-        """
+        """Decide on one legalized graph, which is not changed."""
         plan = None if self.plan is None else self.plan.of_graph(unit.index)
         try:
             assignment = self._assigned(unit, plan)
@@ -110,7 +93,7 @@ class AssignPrecision:
         refuse_untold_writes(graph, policy.device or "cpu")
         simulation = unit.simulated or _simulation(unit, policy, original)
         colours, dtypes = choose_storage(simulation, plan, self.timer if measures else None, self.penalties)
-        colours = _named(saturate(simulation, colours, dtypes), graph, policy)
+        colours = _named(simulation, saturate(simulation, colours, dtypes))
         reference: Any = simulation.reference
         return Assignment(
             colours, dtypes, original, simulation.returned(), simulation.infer,
@@ -159,22 +142,25 @@ def _false_claims(simulation: Simulation) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _named(colours: Colours, graph: Graph, policy: Policy) -> Colours:
-    """Return the decisions with the ops named that autocast's own kernels or sums differ from.
+def _named(simulation: Simulation, colours: Colours) -> Colours:
+    """Return the decisions with the ops named that autocast's own kernels or sums differ from, and with ranges.
 
-    They are those that eager evaluation runs in a fused kernel, and checkpoints that read a weight with other readers:
-    each casts its own.
+    The ops are those that eager evaluation runs in a fused kernel, and checkpoints that read a weight with other
+    readers: each casts its own.
     """
-    named, sums = dict(colours), policy.level.is_autocasts and policy.share_casts is None
-    grad = requires_grad(graph) if sums else frozenset()
+    named, policy = dict(colours), simulation.policy
+    sums = policy.level.is_autocasts and policy.share_casts is None
+    grad = requires_grad(simulation.graph) if sums else frozenset()
     for node, colouring in colours.items():
         row, why = row_of(node), colouring.reason
         if note_of(node).fused and not row.commutes:
             why = Code.FASTPATH(f"a fused kernel in eager evaluation ({why})")
         if row.recomputed and any(len(n.users) > 1 and n in grad and is_leaf(n) for n in node.all_input_nodes):
             why = Code.SUM_ORDER(f"casts weights that are read elsewhere too ({why})")
-        if why is not colouring.reason:
-            named[node] = replace(colouring, reason=why)
+        kept = why.code is Code.LITERAL or (simulation.aggressive and colouring.dtype == torch.float32)
+        ranges = simulation.extremes.ranges_of(node.all_input_nodes) if kept else ()
+        if why is not colouring.reason or ranges:
+            named[node] = replace(colouring, reason=why, ranges=ranges)
     return named
 
 
@@ -194,6 +180,7 @@ def _decisions(unit: Unit, assignment: Assignment) -> tuple[Decision, ...]:
             reason=str(colours[node].reason),
             code=colours[node].reason.code.value,
             causes=tuple(names[c] for c in colours[node].causes if c in names),
+            ranges=colours[node].ranges,
         )
         for node in unit.graph.nodes
         if node in colours
@@ -205,16 +192,8 @@ def replay(decisions: Sequence[Decision], plan: Plan, exact: bool = True) -> tup
 
     Colours follow from one another, so a plan is replayed as a whole. If its policy gives another colour here, because
     torch or a rule has changed, an error says so and nothing is converted. The decisions come back with the reasons of
-    the plan, since the measurements behind those are not repeated.
-
-    Args:
-        decisions: what the plan's policy decides here.
-        plan: plan of this graph.
-        exact: the plan is of this very graph. If not, it is of the same model in another state, or of a part of it:
-            the plan gives the reason where it decides as the policy does here.
-
-    Raises:
-        PlanError: a decision has no node, a node has no decision, or a colour differs; names the first.
+    the plan, since the measurements behind those are not repeated. A plan that is not `exact` is of the same model in
+    another state, or of a part of it: it gives the reason where it decides as the policy does here.
     """
     ours, theirs = {d.key: d for d in decisions}, {d.key: d for d in plan.decisions}
     if exact:

@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch.fx import Graph
 
 from .._torch import FakeTensor
-from ..colouring import Assignment
 from ..form import Ensures, Unit
 from ..graph.values import retyped
 
@@ -26,25 +24,20 @@ class Annotate:
     ensures: ClassVar = Ensures.NOTHING_NEW
 
     def __call__(self, unit: Unit) -> dict[str, int]:
-        """Annotate one graph; no edit is made."""
-        annotate(unit.graph, unit.decided)
+        """Give every value of one graph the dtype that it was assigned; no edit is made.
+
+        Casting a fake tensor takes a hundred times as long as looking up an earlier one of the same sizes.
+        """
+        values: dict[Any, Any] = {}
+        for node in unit.graph.nodes:
+            value, dtype = node.meta.get("val"), unit.decided.dtypes.get(node)
+            if isinstance(value, FakeTensor) and isinstance(dtype, torch.dtype):
+                if value.dtype != dtype:
+                    key = (value.fake_mode, dtype, *_layout(value))
+                    values[key] = node.meta["val"] = values[key] if key in values else retyped(value, dtype)
+            elif value is not None:
+                node.meta["val"] = retyped(value, dtype)
         return {}
-
-
-def annotate(graph: Graph, assignment: Assignment) -> None:
-    """Give every value the dtype that it was assigned.
-
-    Casting a fake tensor takes a hundred times as long as looking up an earlier one of the same sizes.
-    """
-    values: dict[Any, Any] = {}
-    for node in graph.nodes:
-        value, dtype = node.meta.get("val"), assignment.dtypes.get(node)
-        if isinstance(value, FakeTensor) and isinstance(dtype, torch.dtype):
-            if value.dtype != dtype:
-                key = (value.fake_mode, dtype, *_layout(value))
-                values[key] = node.meta["val"] = values[key] if key in values else retyped(value, dtype)
-        elif value is not None:
-            node.meta["val"] = retyped(value, dtype)
 
 
 def _layout(value: torch.Tensor) -> list[Any]:

@@ -24,8 +24,7 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import Graph, Node
 
-from ..colouring import Assignment
-from ..form import Ensures, Unit
+from ..form import Assignment, Ensures, Unit
 from ..graph.aliases import Aliases, may_alias
 from ..graph.grad import grad_modes, requires_grad, shares_cast, shares_storage
 from ..graph.notes import CLAMP_OPERAND, is_inserted, note, note_of
@@ -45,7 +44,8 @@ class EliminateCasts:
     """Drop or share the inserted casts of a graph that change no value.
 
     Attributes:
-        share: which readers share a cast, as `Policy.sharing` has it.
+        share: which readers share a cast, as `Policy.sharing` has it. Sharing sums the gradients of the readers in the
+            low dtype, as autocast's weight cache does.
         device: decides from which size on casts share a storage.
     """
 
@@ -55,28 +55,16 @@ class EliminateCasts:
     device: str = "cpu"
 
     def __call__(self, unit: Unit) -> dict[str, int]:
-        """Make the rewrites in one graph."""
-        return eliminate_casts(unit.graph, unit.decided, self.share, self.device)
-
-
-def eliminate_casts(graph: Graph, assignment: Assignment, share: str = "always", device: str = "cpu") -> dict[str, int]:
-    """Make the rewrites; return how often each fired.
-
-    Args:
-        graph: with inserted casts; changed in place.
-        assignment: the dtype of every value.
-        share: which readers share a cast, as `Policy.sharing` has it. Sharing sums the gradients of the readers in the
-            low dtype, as autocast's weight cache does.
-        device: decides from which size on casts share a storage.
-    """
-    return {
-        "no_op": _no_op(graph, assignment),
-        "round_trip": _round_trip(graph, assignment),
-        "share": _share(graph, assignment, share),
-        "promote": _promote(graph, assignment),
-        "dtype_argument": _dtype_argument(graph, assignment),
-        "share_storage": _share_storage(graph, assignment, share, device),
-    }
+        """Make the rewrites in one graph with inserted casts, in place."""
+        graph, assignment = unit.graph, unit.decided
+        return {
+            "no_op": _no_op(graph, assignment),
+            "round_trip": _round_trip(graph, assignment),
+            "share": _share(graph, assignment, self.share),
+            "promote": _promote(graph, assignment),
+            "dtype_argument": _dtype_argument(graph, assignment),
+            "share_storage": _share_storage(graph, assignment, self.share, self.device),
+        }
 
 
 def _no_op(graph: Graph, assignment: Assignment) -> int:

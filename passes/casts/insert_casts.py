@@ -16,14 +16,15 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
 from .._torch import pytree
-from ..colouring import Assignment, Colouring
-from ..form import Ensures, Unit
+from ..form import Assignment, Colouring, Ensures, Unit
 from ..graph.aliases import Aliases
 from ..graph.notes import CAST_OPERAND, CLAMP_OPERAND, RESTORE_OUTPUT, note, origin
-from ..graph.values import ELIGIBLE, ValueDtype, dtype_owner, is_floating
+from ..graph.values import dtype_owner, is_floating, recast
 from ..ops import ops
 from ..ops.rules import row_of
 from ..runtime.casts import CAST, cast_floating, cast_weight
+
+CAST_REWRITES = ("operand", "output")  # the rewrites that insert a cast
 
 
 @dataclass(frozen=True)
@@ -34,27 +35,20 @@ class InsertCasts:
     ensures: ClassVar = Ensures.DTYPES
 
     def __call__(self, unit: Unit) -> dict[str, int]:
-        """Insert the casts of one graph."""
-        return insert_casts(unit.graph, unit.decided)
-
-
-CAST_REWRITES = ("operand", "output")  # the rewrites that insert a cast
-
-
-def insert_casts(graph: Graph, assignment: Assignment) -> dict[str, int]:
-    """Insert a cast before every use that needs another dtype, in place; return how often each rewrite fired."""
-    edits = dict.fromkeys(["operand", "output", "clamp", "argument", "assertion"], 0)
-    aliases = Aliases(graph) if any(c.clamped for c in assignment.colours.values()) else None
-    for node in list(graph.nodes):
-        colouring = assignment.colours.get(node)
-        if colouring is not None:
-            if aliases is not None:
-                edits["clamp"] += _clamp_operands(graph, node, colouring, assignment, aliases)
-            edits["argument"] += _rewrite_arguments(node, colouring)  # first: what it drops needs no cast
-            edits["operand"] += _cast_operands(graph, node, colouring, assignment)
-    edits["output"] = _restore_outputs(graph, assignment)
-    edits["assertion"] = loosen_assertions(graph, lambda n: assignment.dtypes.get(n) != assignment.original.get(n))
-    return edits
+        """Insert a cast before every use that needs another dtype, in place."""
+        graph, assignment = unit.graph, unit.decided
+        edits = dict.fromkeys(["operand", "output", "clamp", "argument", "assertion"], 0)
+        aliases = Aliases(graph) if any(c.clamped for c in assignment.colours.values()) else None
+        for node in list(graph.nodes):
+            colouring = assignment.colours.get(node)
+            if colouring is not None:
+                if aliases is not None:
+                    edits["clamp"] += _clamp_operands(graph, node, colouring, assignment, aliases)
+                edits["argument"] += _rewrite_arguments(node, colouring)  # first: what it drops needs no cast
+                edits["operand"] += _cast_operands(graph, node, colouring, assignment)
+        edits["output"] = _restore_outputs(graph, assignment)
+        edits["assertion"] = loosen_assertions(graph, lambda n: assignment.dtypes.get(n) != assignment.original.get(n))
+        return edits
 
 
 def _cast_operands(graph: Graph, node: Node, colouring: Colouring, assignment: Assignment) -> int:
@@ -131,13 +125,6 @@ def make_cast(
     assignment.dtypes[cast] = recast(before, dtype) if isinstance(before, tuple) else dtype
     assignment.original[cast] = assignment.original[value]
     return cast
-
-
-def recast(before: ValueDtype, dtype: torch.dtype) -> ValueDtype:
-    """Return what a cast to a dtype makes of the dtypes of a value."""
-    if isinstance(before, tuple):
-        return tuple(recast(d, dtype) for d in before)
-    return dtype if before in ELIGIBLE else before
 
 
 def _rewrite_arguments(node: Node, colouring: Colouring) -> int:

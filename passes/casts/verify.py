@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-from ..colouring import AS_AUTOCAST, Assignment
 from ..contract.errors import VerificationError
+from ..form import AS_AUTOCAST, Assignment
 from ..graph.aliases import Aliases, may_alias, may_write, shared_operands
 from ..graph.grad import grad_modes
 from ..graph.notes import is_inserted, note_of
@@ -29,25 +29,21 @@ from ..graph.values import (
     ValueDtype,
     dtype_owner,
     module_path,
+    recast,
     refuse_mixed,
     source,
 )
 from ..ops import ops
 from ..ops.rules import KEEP, LOW, row_of
 from ..runtime.casts import cast_floating
-from .insert_casts import recast
 
 _REPORT = "This is a bug in fxamp; please report it."
 
 
 def verify(graph: Graph, assignment: Assignment | None = None) -> None:
-    """Check the graph's structure and, once casts are in, that every value really has the dtype it was assigned.
+    """Check the graph's structure and, once casts are in, the dtype that every value was assigned, and the laws.
 
-    And that no law is broken. Dtypes are recomputed only where that of an operand has changed, or the node
-    itself was touched.
-
-    Raises:
-        VerificationError: names the node, its module and source line, and what was expected.
+    Dtypes are recomputed only where that of an operand has changed, or the node itself was touched.
     """
     _verify_structure(graph)
     if assignment is None:
@@ -135,12 +131,7 @@ def _name(node: Node) -> str:
 
 @dataclass(frozen=True)
 class Emitted:
-    """A graph with inserted casts; what the laws ask of it is computed once.
-
-    Attributes:
-        graph: not changed.
-        assignment: what was decided.
-    """
+    """A graph with inserted casts, and what was decided on it; what the laws ask of it is computed once."""
 
     graph: Graph
     assignment: Assignment
@@ -197,13 +188,7 @@ class Emitted:
 
 
 class Law(NamedTuple):
-    """One law.
-
-    Attributes:
-        name: what tests and errors call it.
-        broken: returns the operand of a node that breaks it, or the node itself; None where it holds.
-        says: what is wrong, as the end of a sentence about the node.
-    """
+    """One law: `broken` gives the operand by which a node breaks it, or the node; `says` ends a sentence about that."""
 
     name: str
     broken: Callable[[Emitted, Node], Node | None]

@@ -89,11 +89,3 @@ class ScaleCollapseError(FxampError, FloatingPointError):
             ...
         passes.contract.errors.ScaleCollapseError: 1 steps in a row were skipped, because gradients were not finite...
     """
-
-
-# The way out for a model with trainable parameters in 16 bits. Since version 5 of transformers the dtype of the
-# checkpoint is the default.
-FP32_PARAMETERS = (
-    "Load the model in FP32, one of transformers by from_pretrained(..., dtype=torch.float32), or call model.float() "
-    "before the optimizer is built: graphs cast FP32 parameters themselves. Or freeze them with requires_grad_(False)."
-)

@@ -64,6 +64,8 @@ class Decision:
         reason: `code: sentence`.
         causes: Keys of the decisions this one follows from.
         code: The code of the reason; by default the word before its colon.
+        ranges: What buffers held that the low dtype cannot, as "mask: -1e+09", where that decided. A buffer that is
+            written later may hold another number.
 
     Example:
         >>> first = fxamp.plan_of(converted).decisions[0]
@@ -82,6 +84,7 @@ class Decision:
     reason: str
     causes: tuple[str, ...] = ()
     code: str = ""
+    ranges: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Fill in the code of a decision that was written by hand."""
@@ -99,6 +102,7 @@ class Decision:
         beside = "as under autocast" if self.colour == self.autocast_dtype else f"under autocast {self.autocast_dtype}"
         lines = [f"{self.key} runs in {self.colour}, {beside}: {self.reason}"]
         lines += [f"  from {', '.join(self.causes)}"] * bool(self.causes)
+        lines += [f"  which buffers decided: {', '.join(self.ranges)}"] * bool(self.ranges)
         return "\n".join([*lines, *[f"  {self.source}"] * bool(self.source)])
 
     @property
@@ -316,7 +320,7 @@ class Plan:
         decisions = []
         for index, row in enumerate(data["decisions"]):
             check_shape(Decision, row, f"{name}: decisions[{index}]")
-            decisions.append(Decision(**row | {"causes": tuple(row["causes"])}))
+            decisions.append(Decision(**row | {"causes": tuple(row["causes"]), "ranges": tuple(row["ranges"])}))
         try:
             policy = Policy.parse(data["policy"])
             read = {"decisions": tuple(decisions), "policy": policy, "notes": tuple(data["notes"])}
@@ -369,12 +373,7 @@ def _between(decisions: Sequence[Decision], first: int | None, end: int | None) 
 
 
 def joined(plans: Sequence[Plan], states: Sequence[str]) -> Plan:
-    """Return one plan for a model with several states.
-
-    Args:
-        plans: the plan of each state.
-        states: their names.
-    """
+    """Return one plan for a model with several states, from the plan of each and their names."""
     if len(plans) == 1:
         return plans[0]
     decisions, firsts = list(plans[0].decisions), [0]

@@ -12,22 +12,13 @@ from typing import Any
 
 from .errors import PlanError
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 REMEDY = "make a new plan, with `fxamp report TARGET --save-plan FILE` or `fxamp.plan(model, ...).save(path)`"
 LONGEST = 64 << 20  # characters; 50,000 nodes take 13 MB
 
 
 def strictly(text: str, name: str, what: str) -> Any:
-    """Read JSON without duplicate keys, NaN and infinities.
-
-    Args:
-        text: to read.
-        name: what errors call it.
-        what: what the text should be.
-
-    Raises:
-        PlanError: the text is not such JSON, or longer than any model needs.
-    """
+    """Read JSON without duplicate keys, NaN and infinities; errors call it `name`, and say `what` it should be."""
     if len(text) > LONGEST:
         raise PlanError(f"{name}: not a {what} (longer than {LONGEST >> 20} MB, which no model needs); {REMEDY}")
     try:
@@ -55,12 +46,8 @@ def in_this_format(data: dict[str, Any]) -> dict[str, Any]:
     """Return a plan of an older format in this one."""
     if data["version"] < 2:  # version 1 knew only one graph
         data = {**data, "states": []}
-    if data["version"] < 3 and isinstance(data.get("decisions"), list):  # version 2 had codes only in reasons
-        data = {**data, "decisions": [
-            {"code": row["reason"].partition(":")[0].strip(), **row}
-            if isinstance(row, dict) and isinstance(row.get("reason"), str) else row
-            for row in data["decisions"]
-        ]}  # fmt: skip
+    if data["version"] < 7 and isinstance(data.get("decisions"), list):
+        data = {**data, "decisions": [_decision_in_this_format(row) for row in data["decisions"]]}
     if data["version"] < 6 and isinstance(data.get("decisions"), list) and isinstance(data.get("states"), list):
         data = {**data, "decisions": _listed_in_each_state(data["decisions"], data["states"])}
     added = {
@@ -68,6 +55,13 @@ def in_this_format(data: dict[str, Any]) -> dict[str, Any]:
         "complete": True,
     }  # fmt: skip
     return {**added, **data, "version": FORMAT_VERSION}
+
+
+def _decision_in_this_format(row: Any) -> Any:
+    """Return a decision of an older format in this one: version 2 had codes only in reasons, version 6 no ranges."""
+    if not isinstance(row, dict) or not isinstance(row.get("reason"), str):
+        return row
+    return {"code": row["reason"].partition(":")[0].strip(), "ranges": [], **row}
 
 
 def _listed_in_each_state(rows: list[Any], states: list[Any]) -> list[Any]:
@@ -121,22 +115,8 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-# JSON types of the fields that are not text.
-_FIELD_TYPES: dict[str, type[Any]] = {
-    "graph": int,
-    "inserted_casts": int,
-    "casts": int,
-    "version": int,
-    "causes": list,
-    "notes": list,
-    "decisions": list,
-    "states": list,
-    "complete": bool,
-    "edits": dict,
-    "totals": dict,
-    "certificate": dict,
-    "timings": dict,
-}
+# The JSON types of annotations; all others are text.
+_JSON_TYPES: dict[str, type[Any]] = {"int": int, "bool": bool, "tuple": list, "Mapping": dict}
 
 
 def checked_states(named: list[str], name: str) -> tuple[str, ...]:
@@ -154,12 +134,12 @@ def check_shape(kind: Any, data: Any, where: str) -> None:
     """Refuse JSON data that does not have exactly the fields of `kind`, each of its type."""
     if not isinstance(data, dict):
         raise PlanError(f"{where}: expected an object, found {type(data).__name__}; {REMEDY}")
-    names = {f.name for f in fields(kind)}
-    for name in sorted(names ^ set(data)):
-        problem = "is missing" if name in names else "is not a field of this format"
+    types = {f.name: str(f.type) for f in fields(kind)}
+    for name in sorted(types.keys() ^ data.keys()):
+        problem = "is missing" if name in types else "is not a field of this format"
         raise PlanError(f"{where}: {name!r} {problem}; {REMEDY}")
     for name, value in data.items():
-        expected = _FIELD_TYPES.get(name, str)
+        expected = _JSON_TYPES.get(types[name].partition("[")[0], str)
         # bool is an int to Python, but not in a plan.
         if not isinstance(value, expected) or isinstance(value, bool) is not (expected is bool):
             raise PlanError(f"{where}: {name!r} is {reprlib.repr(value):.60}, expected {expected.__name__}; {REMEDY}")
@@ -168,5 +148,5 @@ def check_shape(kind: Any, data: Any, where: str) -> None:
         numbers = value.values() if isinstance(value, dict) else ()
         if not all(isinstance(number, int | float) and not isinstance(number, bool) for number in numbers):
             raise PlanError(f"{where}: {name!r} holds something other than numbers; {REMEDY}")
-        if name in ("causes", "notes", "states") and not all(isinstance(item, str) for item in value):
+        if types[name] == "tuple[str, ...]" and not all(isinstance(item, str) for item in value):
             raise PlanError(f"{where}: {name!r} holds something other than text; {REMEDY}")

@@ -229,18 +229,16 @@ class Override:
         return f"{'ops' if self.kind == 'op' else 'modules'}.{self.key}={self.colour}"
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without "torch.", as plans and reports have it: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
 def module_override(policy: Policy, stack: Stack) -> Override | None:
-    """Find the module override that applies to a node, or None.
+    """Find the module override that applies to a node in this stack of modules, or None.
 
     A path beats a type. Of two globs the one with the longer literal prefix wins, of two types the one of the
-    inner module, then the more derived one.
-
-    Args:
-        policy: The policy.
-        stack: The modules the node lies in, from the root to the innermost, each with its `type_names`.
-
-    Raises:
-        PolicyError: Two overrides of equal rank ask for different colours.
+    inner module, then the more derived one. Two of equal rank that ask for different colours are an error.
     """
     ranked = list(_matches(policy, stack))
     if not ranked:
@@ -261,18 +259,10 @@ def op_override(policy: Policy, op: str) -> Override | None:
     return next((Override("op", key, colour) for key, colour in policy.ops if key == op), None)
 
 
-def names_nodes(policy: Policy) -> bool:
-    """Say whether an override is of a single node: keys hold a "#", and names of ops do not."""
-    return any("#" in key for key, _ in policy.ops)
-
-
 def policy_of_part(policy: Policy, path: str, part: nn.Module) -> Policy:
-    """Return the policy of a part of a model, whose overrides are written with the paths of the whole.
+    """Return the policy of the part of a model at a path, from that of the whole, in which paths are of the whole.
 
-    Args:
-        policy: That of the whole.
-        path: Where the part is in the whole.
-        part: The part, whose outputs the rest of the model reads as it does under autocast.
+    The rest of the model reads the outputs of the part as it does under autocast.
     """
     depth, types = path.count(".") + 1, type_names(type(part))
     cover = module_override(policy, [(path, types)])
@@ -295,10 +285,7 @@ def policy_of_part(policy: Policy, path: str, part: nn.Module) -> Policy:
 def check_used(policy: Policy, stacks: Iterable[Stack], ops: Iterable[str]) -> None:
     """Refuse a policy with an override that matches nothing, naming the nearest name there is.
 
-    Args:
-        policy: The policy.
-        stacks: The module stack of every node (or of every module) of the model.
-        ops: Canonical names of the ops of the model, and the keys of its nodes.
+    The stacks are those of all nodes, or of all modules; among the ops are the keys of nodes.
     """
     stacks, ops = list(stacks), set(ops)
     matched = {override.key for stack in stacks for _, override in _matches(policy, stack)}

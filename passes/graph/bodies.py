@@ -1,4 +1,4 @@
-"""Higher-order ops: the graphs inside them, and which dtypes hold at their border.
+"""Graphs inside a graph: the bodies of higher-order ops, the dtypes at their border, and a copy where a call stood.
 
 A body that is called in one place, like that of `checkpoint`, is *entered*: its inputs have the dtypes of the operands
 of the call, and its outputs whatever dtypes result. The bodies of `cond`, `while_loop`, `scan` and `map`, and one that
@@ -17,12 +17,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.fx import Graph, GraphModule, Node
 
 from .._torch import pytree
 from ..ops.rules import Rule, row_of
 from .aliases import mutated_operands
-from .notes import note
+from .notes import note, note_of
 from .values import Dtypes, ValueDtype
 
 
@@ -116,3 +117,27 @@ def _is_entered(node: Node, row: Rule, modules: dict[Node, GraphModule]) -> bool
 def _writes_or_returns_input(graph: Graph) -> bool:
     outputs: Any = graph.output_node().all_input_nodes
     return any(mutated_operands(n) for n in graph.nodes) or any(n.op == "placeholder" for n in outputs)
+
+
+def copy_body(graph: Graph, body: Graph, operands: list[Any]) -> tuple[list[Node], Any]:
+    """Copy a body to the insertion point of a graph, with these operands; return the new nodes and the results."""
+    copied: dict[Any, Any] = dict(zip((n for n in body.nodes if n.op == "placeholder"), operands, strict=True))
+    new = []
+    for inner in body.nodes:
+        if inner.op not in ("placeholder", "output"):
+            copied[inner] = graph.node_copy(inner, copied.__getitem__)
+            new.append(copied[inner])
+    return new, torch.fx.map_arg(body.output_node().args[0], copied.__getitem__)
+
+
+def put_in_place(graph: Graph, node: Node, result: Any) -> None:
+    """Replace a node by new values for all its readers, item by item if there are several."""
+    if isinstance(result, Node):
+        before = note_of(node)
+        if before.leaves or before.low_of_its_own:
+            note(result, leaves=before.leaves, leaves_as=before.leaves_as, low_of_its_own=before.low_of_its_own)
+        node.replace_all_uses_with(result)
+    elif isinstance(result, (tuple, list)):
+        for item in list(node.users):
+            put_in_place(graph, item, result[item.args[1]])  # type: ignore[index]
+    graph.erase_node(node)

@@ -60,11 +60,8 @@ def requires_grad(graph: Graph) -> frozenset[Node]:
 def shares_cast(mode: str, value: Node, by_rule_low: bool, grad: frozenset[Node]) -> bool:
     """Say whether an op may read a cast of a value that another op reads.
 
-    Args:
-        mode: "always"; "weights" for parameters only; "never"; "storage" where autocast does so, or no gradient flows.
-        value: what is cast.
-        by_rule_low: the reader is low by its rule: for such ops autocast keeps the low copies of leaves.
-        grad: the values that gradients flow through.
+    The modes are "always"; "weights" for parameters only; "never"; "storage" where autocast does so, or no gradient
+    flows. For ops that are low by their rule autocast keeps the low copies of leaves.
     """
     if mode == "storage":
         return value not in grad or (by_rule_low and is_leaf(value))

@@ -9,7 +9,7 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch.fx import Graph, Node
@@ -21,10 +21,6 @@ from ..contract.policy import type_names
 from ..ops import ops
 from ..ops.rules import row_of
 from ..runtime.casts import ELIGIBLE as ELIGIBLE
-from .aliases import Aliases as Aliases
-from .aliases import may_alias as may_alias
-from .aliases import mutated_operands as mutated_operands
-from .aliases import out_operands as out_operands
 
 LOW_DTYPES = (torch.float16, torch.bfloat16)
 _FRAME = re.compile(r'File "(.*)", line (\d+)')
@@ -85,6 +81,11 @@ def source(node: Node) -> str:
     return f"{frame[0].rsplit('/', 1)[-1]}:{frame[1]}: {frame[2]}" if frame else ""
 
 
+def described(node: Node) -> str:
+    """Return a call as errors name it: its op, the user's line, and the module."""
+    return f"{ops.name(node)} ({source(node) or node.name}, module '{module_path(node)}')"
+
+
 def keys(nodes: Iterable[Node]) -> dict[Node, str]:
     """Return a key for every call: module path, op, and ordinal in the module. Unrelated edits do not change it."""
     count: dict[str, int] = {}
@@ -127,6 +128,13 @@ def retyped(value: Any, dtype: ValueDtype) -> Any:
         return value.to(dtype)
 
 
+def recast(before: ValueDtype, dtype: torch.dtype) -> ValueDtype:
+    """Return what a cast to a dtype makes of the dtypes of a value."""
+    if isinstance(before, tuple):
+        return tuple(recast(d, dtype) for d in before)
+    return dtype if before in ELIGIBLE else before
+
+
 def is_floating(dtype: ValueDtype) -> bool:
     """Say whether this is a floating dtype, or a container with one in it."""
     if isinstance(dtype, tuple):
@@ -139,13 +147,6 @@ def first_float(dtype: ValueDtype) -> torch.dtype | None:
     if isinstance(dtype, tuple):
         return next((d for d in map(first_float, dtype) if d is not None), None)
     return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else None
-
-
-class Infer(Protocol):
-    """What gives the dtypes of a call's result from those of its operands; it raises what a kernel raises."""
-
-    def __call__(self, node: Node, dtype_of: Callable[[Node], ValueDtype], /) -> ValueDtype:
-        """Return the dtypes of the result when the operands have the given dtypes."""
 
 
 def refuse_mixed(node: Node, dtype_of: Callable[[Node], Any]) -> None:
@@ -234,12 +235,17 @@ class Inference:
                 wanted = [None] * len(leaves)
             return pytree.tree_unflatten([concrete(v, d) for v, d in zip(leaves, wanted, strict=True)], spec)
 
-        target: Any = node.target
         with quiet_fakes(), self._mode, torch.no_grad():
-            args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), fake)
-            if node.op == "call_method":
-                return dtypes_of(getattr(args[0], target)(*args[1:], **kwargs))
-            return dtypes_of(target(*args, **kwargs))
+            return dtypes_of(run(node, fake))
+
+
+def run(node: Node, value_of: Callable[[Node], Any]) -> Any:
+    """Run the op of a call on these values of its operands."""
+    args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), value_of)
+    target: Any = node.target
+    if node.op == "call_method":
+        return getattr(args[0], target)(*args[1:], **kwargs)
+    return target(*args, **kwargs)
 
 
 def _key(node: Node, dtype_of: Callable[[Node], ValueDtype]) -> Any:

@@ -20,9 +20,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from .._torch import FakeTensor, OpOverload, enter_autocast, exit_autocast, is_composite, quiet_fakes
 from ..contract.policy import Policy, op_override
 from ..form import Ensures, Unit
+from ..graph.bodies import copy_body, put_in_place
 from ..graph.notes import CAST_NORM, DECOMPOSE, SPLIT_LOSS, move_to, note, note_buffers, origin
-from ..graph.splice import copy_body, put_in_place
-from ..graph.values import LOW_DTYPES, dtypes_of, retyped
+from ..graph.values import LOW_DTYPES, dtypes_of, retyped, run
 from ..ops import ops
 from ..ops.facts import REDUCTIONS, rule_of
 from ..ops.rules import COMPOSITE, row_of
@@ -35,11 +35,7 @@ _NONE, _MEAN, _SUM = range(3)  # as torch::Reduction has them
 
 @dataclass(frozen=True)
 class Legalize:
-    """Bring one graph into the form that the rules are written for.
-
-    Attributes:
-        policy: with dtype and device filled in.
-    """
+    """Bring one graph into the form that the rules are written for."""
 
     name: ClassVar = "legalize"
     ensures: ClassVar = Ensures.STRUCTURE
@@ -190,14 +186,8 @@ def decompose_composites(graph: Graph, device: str, low: torch.dtype | None = No
     """Replace each op that has no colour of its own by the ops it calls for the shapes at hand, in place.
 
     The ops that it calls, and their gradients, are those that eager runs: the op's own kernel is traced above autograd,
-    one level deep, and composites among its ops are decomposed in turn.
-
-    Args:
-        graph: changed in place.
-        device: decides which ops are composites.
-        low: the dtype of the autocast that operands of several dtypes were captured under; None for the device's own.
-
-    Returns the number of ops decomposed. Those that cannot be stay whole.
+    one level deep, and composites among its ops are decomposed in turn. Those that cannot be stay whole. `low` is the
+    dtype of the autocast that operands of several dtypes were captured under. Return the number of ops decomposed.
     """
     edits = 0
     memo: dict[Any, Graph | None] = {}
@@ -253,18 +243,12 @@ def _shape(value: Any) -> Any:
 
 
 def _trace(node: Node, inputs: list[Node], examples: list[Any], *modes: Any) -> Graph | None:
-    target: Any = node.target
-
-    def run(*operands: Any) -> Any:
-        values = dict(zip(inputs, operands, strict=True))
-        args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
-        if node.op == "call_method":
-            return getattr(args[0], target)(*args[1:], **kwargs)
-        return target(*args, **kwargs)
+    def call(*operands: Any) -> Any:
+        return run(node, dict(zip(inputs, operands, strict=True)).__getitem__)
 
     # A function of torch's becomes the operators that it calls; if that is one composite, it is decomposed next.
-    table = {target: target.decompose} if isinstance(target, OpOverload) else {}
-    tracer = make_fx(run, table, pre_dispatch=True, _allow_non_fake_inputs=True)
+    table = {node.target: node.target.decompose} if isinstance(node.target, OpOverload) else {}
+    tracer = make_fx(call, table, pre_dispatch=True, _allow_non_fake_inputs=True)
     with quiet_fakes(), contextlib.ExitStack() as entered:
         for mode in modes:
             entered.enter_context(mode)

@@ -22,7 +22,7 @@ import torch
 from torch.fx import Node
 
 from ..contract.devices import DEVICES
-from ..contract.dtypes import dtype_name
+from ..contract.policy import dtype_name
 from . import ops
 from .rules import COMPOSITE, LOW, Rule, lookup, row_named
 
@@ -95,14 +95,10 @@ def this_machine(device: str) -> Machine:
 
 
 def facts(name: str, device: str, low: torch.dtype, **static: Any) -> Facts:
-    """Return the facts of an op.
+    """Return the facts of an op by its canonical name; an in-place name gives the facts of its base.
 
-    Args:
-        name: Canonical op name; an in-place name gives the facts of its base.
-        device: One of `DEVICES`.
-        low: `torch.float16` or `torch.bfloat16`.
-        **static: The arguments that matter, such as `dim="last"` or `approximate="tanh"`. If they are not given, or
-            were not measured, only facts that hold for all measured variants are returned.
+    `static` are the arguments that matter, such as `dim="last"` or `approximate="tanh"`. If they are not given, or were
+    not measured, only facts that hold for all measured variants are returned.
     """
     row = row_named(name)
     base = row.name if row.known else name

@@ -146,17 +146,11 @@ def name(node: Node) -> str:
     if node.op != "call_function":
         return ""
     if node.target is under_autocast:
-        return str(_named(node.args[0])[0])  # type: ignore[arg-type]  # an operator, which hashes
+        return str(of_target(node.args[0]))  # type: ignore[arg-type]  # an operator, which hashes
     if node.target is getattr:
         return ATTRIBUTES.get(str(node.args[1]), "getattr")
-    target, is_python = _named(node.target)
-    return canonical(target + _suffix(node, target)) if is_python else target
-
-
-@functools.lru_cache(maxsize=4096)
-def _named(target: Any) -> tuple[str, bool]:
-    """Return a call_function target's name, and whether it is a Python function, whose literals add to the name."""
-    return of_target(target), inspect.isfunction(target)
+    target = of_target(node.target)
+    return canonical(target + _suffix(node, target)) if inspect.isfunction(node.target) else target
 
 
 @functools.lru_cache(maxsize=4096)

@@ -29,19 +29,7 @@ from .._torch import (
 from ..contract.devices import DEVICES
 from ..contract.errors import PolicyError
 from . import ops
-from .table import (
-    elementwise,
-    factories,
-    higher_order,
-    images,
-    linalg,
-    losses,
-    moves,
-    norms,
-    products,
-    queries,
-    reductions,
-)
+from .table import elementwise, images, linalg, moves, products, queries, reductions
 from .table.row import BANNED as BANNED
 from .table.row import COMPOSITE as COMPOSITE
 from .table.row import FOLLOW as FOLLOW
@@ -54,10 +42,10 @@ from .table.row import SUMMARY as SUMMARY
 from .table.row import UNKNOWN as UNKNOWN
 from .table.row import Rule as Rule
 
-_FILES = (products, losses, norms, reductions, elementwise, images, linalg, moves, factories, queries)
+_FILES = (products, reductions, elementwise, images, linalg, moves, queries)
 ROWS = tuple(row for file in _FILES for row in file.ROWS)
 RULES: Mapping[str, Rule] = {row.name: row for row in ROWS}
-_ALL = {**RULES, **{row.name: row for row in (*queries.QUERIES, *higher_order.HIGHER_ORDER)}}
+_ALL = {**RULES, **{row.name: row for row in (*queries.QUERIES, *queries.HIGHER_ORDER)}}
 
 # Rules of custom ops, which their users register. The one state of this module, and only `register_rule` writes it.
 _custom: dict[str, Rule] = {}

@@ -18,13 +18,6 @@ def under_autocast(op: Callable[..., Any], device: str, dtype: torch.dtype, *arg
 
     The region is one call, and not two nodes that enter and leave it, since an op may raise: a recomputed checkpoint
     stops by an exception, and autocast would stay on.
-
-    Args:
-        op: an operator, or a higher-order op.
-        device: the device type of the region.
-        dtype: its low dtype.
-        *args: what the op is given.
-        **kwargs: what the op is given by name.
     """
     with torch.autocast(device, dtype):
         return op(*args, **kwargs)
@@ -36,11 +29,7 @@ def grad_mode() -> bool:
 
 
 class ModesKeptOnError:
-    """A context that puts the grad mode and autocast back where an error leaves a region of a graph open.
-
-    Args:
-        devices: the kinds of devices whose autocast may be switched inside.
-    """
+    """A context that puts the grad mode and autocast of devices back where an error leaves a region of a graph open."""
 
     def __init__(self, devices: Iterable[str] = tuple(DEVICES)) -> None:
         self._devices = devices

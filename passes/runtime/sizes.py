@@ -14,17 +14,10 @@ def check_sizes(
     inputs: Sequence[Tensor], names: Sequence[str], sizes: Sequence[Sequence[int | str]],
     bounds: Mapping[str, tuple[int, int | None]], dtypes: Sequence[torch.dtype] = (),
 ) -> None:  # fmt: skip
-    """Refuse inputs of other sizes or dtypes than a graph was exported for.
+    """Refuse inputs of other sizes or dtypes than a graph was exported for; the error names input and dimension.
 
-    Args:
-        inputs: tensors.
-        names: their names.
-        sizes: of each, the size of each dimension: a number, or the name of a size that may vary.
-        bounds: the least and the largest value of sizes that may vary; None for no largest one.
-        dtypes: of each, its dtype; graphs that were saved by older versions have none.
-
-    Raises:
-        CaptureError: a size or a dtype is another one; names the input and the dimension.
+    The size of a dimension is a number, or the name of a size that may vary within bounds. Graphs that were saved by
+    older versions have no dtypes.
     """
     for value, name, dtype in zip(inputs, names, dtypes, strict=False):
         if value.dtype != dtype and (value.is_floating_point() or dtype.is_floating_point):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxamp.trust.preserved import preserved
+from fxamp.trust.preserved import preserved, same_attributes
 from fxamp.view.prime import GRADIENT_TOLERANCE
 from passes._torch import pytree
 
@@ -69,19 +69,6 @@ def without_fused_layers() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
-
-
-@contextlib.contextmanager
-def same_attributes(model: nn.Module) -> Iterator[None]:
-    """Give the modules of a model back the attributes and buffers that a call rebinds."""
-    before = [(table, dict(table)) for module in model.modules() for table in (vars(module), module._buffers)]
-    try:
-        yield
-    finally:
-        for table, held in before:
-            if len(table) != len(held) or any(table.get(name) is not value for name, value in held.items()):
-                table.clear()
-                table.update(held)
 
 
 def run(

@@ -166,3 +166,13 @@ def test_attention_that_eager_evaluation_fuses_is_named(
     assert code in inside
     assert bool(plan.deviations) is (code == "fastpath")
     assert {d.module_path for d in plan.deviations} <= {"attention"}
+
+
+@pytest.mark.parametrize("policy", ["O1", "O2"])
+def test_items_of_a_layer_that_the_model_returns_are_restored(policy: str) -> None:
+    layer, x = nn.MultiheadAttention(8, 2), torch.randn(3, 2, 8)
+    view = fxamp.convert(layer, (x, x, x), policy=policy)
+    assert [t.dtype for t in view(x, x, x)] == [torch.float32, torch.float32]
+    attended, weights = view(x, x, x, need_weights=False)
+    assert attended.dtype == torch.float32
+    assert weights is None

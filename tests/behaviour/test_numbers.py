@@ -195,3 +195,13 @@ def test_integers_times_frequencies_are_positions(front_end: str, policy: str) -
     assert_eager(exact(), model, args)
     with torch.no_grad():
         torch.testing.assert_close(rounded()(*args), model(*args), rtol=0.02, atol=0.02)
+
+
+@each_front_end
+def test_what_a_buffer_held_is_in_the_plan_where_it_decided(front_end: str) -> None:
+    model = Scales(lambda self, x: (torch.where(x > 0, self.l(x), self.scalar), self.l(x) * self.average))
+    model.register_buffer("scalar", torch.tensor(torch.finfo(torch.float32).min))
+    ranges = {d.op: d.ranges for d in fxamp.plan_of(convert(model, one(), front_end)).decisions}
+    assert [text.partition(": ")[2] for text in ranges["where"]] == ["-3.40282e+38"]
+    assert "scalar" in ranges["where"][0]
+    assert ranges["mul"] == ranges["linear"] == ()

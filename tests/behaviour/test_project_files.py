@@ -37,6 +37,17 @@ def test_the_workflow_runs_ci_for_the_versions_that_are_claimed() -> None:
     assert ".ci/run" in [step.get("run") for step in job["steps"]]
 
 
+def test_on_macos_and_windows_the_workflow_runs_what_needs_no_compiler() -> None:
+    job = read(GITHUB / "workflows" / "ci.yml")["jobs"]["eager"]
+    assert job["strategy"]["matrix"]["os"] == ["macos-latest", "windows-latest"]
+    commands = " ".join(step.get("run", "") for step in job["steps"])
+    assert "fxamp demo" in commands
+    assert ".ci/installed.py" in commands
+    assert "pytest" not in commands  # tests compile with Inductor
+    conversions = re.findall(r"fxamp\.(?:convert|compile)\(.*\)", (ROOT / ".ci" / "installed.py").read_text())
+    assert conversions == ['fxamp.convert(model, (x,), backend="eager")']
+
+
 @pytest.mark.parametrize("form", sorted((GITHUB / "ISSUE_TEMPLATE").glob("[!c]*.yml")), ids=lambda p: p.stem)
 def test_an_issue_form_asks_questions_with_names_of_their_own(form: Path) -> None:
     found = read(form)

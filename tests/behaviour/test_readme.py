@@ -155,6 +155,19 @@ def test_figures_of_the_readme_are_those_of_the_reports() -> None:
     assert told.groups() == (f"{once:.3f}", f"{kept:.3f}")
 
 
+def test_architectures_of_the_readme_are_counted_in_the_report() -> None:
+    report = text_of(ROOT / "reports" / "exact_numerics.md")
+    cells = re.search(r"^\| fxamp O1, eager +\|(.*)\|$", report, re.MULTILINE)
+    assert cells is not None
+    outputs, gradients, capture, code, _, _, _, failed, run = map(int, cells[1].split("|"))
+    pattern = (
+        r"of (\d+) architectures .*, (\d+) give its outputs and (\d+) its gradients .*; (\d+) more .*, (\d+) at ops"
+    )
+    told = re.search(pattern, " ".join(text_of(README).split()))
+    assert told is not None
+    assert tuple(map(int, told.groups())) == (run - failed, outputs, gradients, capture, code)
+
+
 def test_the_first_report_is_what_the_readme_prints(capsys: pytest.CaptureFixture[str]) -> None:
     text = text_of(README)
     exec(compile(blocks(text, "python")[0], "README.md, the first example", "exec"), {"__name__": "readme"})

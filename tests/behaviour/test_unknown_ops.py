@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch import library as operators
 
 import fxamp
-from tests.support.front_ends import BF16, WARNINGS, fresh, tensors
+from tests.support.front_ends import BF16, WARNINGS, convert, each_front_end, fresh, one, tensors
 from tests.support.helpers import Two, example
 
 pytestmark = [
@@ -287,3 +287,12 @@ def test_a_region_is_left_where_the_op_raises(ops: Any) -> None:
     assert before.any()
     assert not after.any()
     assert tensors(after)
+
+
+@each_front_end
+def test_what_a_composite_calls_and_nothing_decomposes_runs_as_under_autocast(front_end: str) -> None:
+    model = Two(lambda self, x: self.b(x, x.tanh()), b=nn.Bilinear(6, 6, 4)).eval()
+    module = convert(model, one(), front_end)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(module(*one()), model(*one()))
+    assert fxamp.plan_of(module).deviations == ()

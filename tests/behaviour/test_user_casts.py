@@ -29,6 +29,7 @@ from tests.support.front_ends import (
     o1,
     one,
     plain,
+    under_autocast,
 )
 from tests.support.helpers import Two, assert_same, example, run
 
@@ -187,6 +188,16 @@ def test_a_cast_that_does_nothing_under_autocast_is_no_upcast(front_end: str) ->
     with torch.autocast("cpu", BF16):
         assert torch.equal(module(*one()), model(*one()).float())
     assert decided(module, "linear") == ["bfloat16"] * 2
+
+
+@each_front_end
+def test_a_relative_cast_to_fp32_does_not_restore_what_the_author_made_low(front_end: str) -> None:
+    def distances(self: Any, x: Tensor) -> Any:
+        wide = x.to(BF16).to(F32)
+        return torch.cdist(x, wide).type(wide.dtype), self.l(x)
+
+    model, module = converted(distances, front_end)
+    assert torch.equal(module(*one())[0], under_autocast(model, one())[0])
 
 
 @each_front_end

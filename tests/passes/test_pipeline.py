@@ -17,16 +17,15 @@ from torch.fx import GraphModule, Node
 
 from passes import compile_graph
 from passes.assign.assign_precision import AssignPrecision
-from passes.casts.eliminate_casts import eliminate_casts
-from passes.casts.insert_casts import insert_casts, make_cast
-from passes.colouring import Assignment
+from passes.casts.eliminate_casts import EliminateCasts
+from passes.casts.insert_casts import InsertCasts, make_cast
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy
-from passes.form import Unit
+from passes.form import Assignment, Unit
 from passes.graph.notes import is_inserted
 from passes.graph.values import LOW_DTYPES, no_autocast
 from passes.ops import ops
-from tests.support.graphs import attribute, random_graph, random_inputs, residual_chain, run, storages
+from tests.support.graphs import attribute, random_graph, random_inputs, residual_chain, run, storages, unit_of
 
 SEEDS = range(60)
 some_seeds = pytest.mark.parametrize(
@@ -106,7 +105,7 @@ def inserted(gm: GraphModule, policy: Policy, seed: int) -> tuple[GraphModule, A
     new, rng = copy.deepcopy(gm), random.Random(seed)
     with no_autocast():
         assignment = AssignPrecision(policy)(Unit(new.graph, functools.partial(attribute, new)))
-        insert_casts(new.graph, assignment)
+        InsertCasts()(unit_of(new.graph, assignment))
     for node in [n for n in new.graph.nodes if n.op == "call_function" and not is_inserted(n)]:
         low = [o for o in ops.operands(node) if assignment.dtypes[o.node] in LOW_DTYPES and rng.random() < 0.5]
         for o in low:
@@ -134,7 +133,7 @@ def test_eliminating_casts_changes_no_output_gradient_write_or_alias(seeds: rang
         after = copy.deepcopy(before)
         twin = dict(zip(before.graph.nodes, after.graph.nodes, strict=True))
         dtypes = {twin[n]: d for n, d in assignment.dtypes.items()}
-        edits = eliminate_casts(after.graph, replace(assignment, dtypes=dtypes), "never")
+        edits = EliminateCasts("never")(unit_of(after.graph, replace(assignment, dtypes=dtypes)))
         after.recompile()
         expected, got = run(before), run(after)
         where = f"seed {seed} at {level}: {edits}"

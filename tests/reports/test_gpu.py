@@ -24,7 +24,7 @@ def models(request: pytest.FixtureRequest) -> list[str]:
 @pytest.fixture(scope="module")
 def sections(models: list[str]) -> list[str]:
     """Return the sections to write: what is compiled is in its small form what `train` compiles, and is slow."""
-    return [name for name in gpu.SECTIONS if len(models) > 1 or name not in ("compiled", "graphs")]
+    return [name for name in gpu.SECTIONS if len(models) > 1 or not name.startswith("compiled")]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,8 @@ def test_every_section_runs_without_a_problem(
     assert all(rows.values())
     assert [row["problem"] for found in rows.values() for row in found if "problem" in row] == []
     text = (report / "gpu.md").read_text()
-    assert [line[3:] for line in text.splitlines() if line[:3] == "## "] == [gpu.SECTIONS[s].title for s in sections]
+    titles = [gpu.SECTIONS[name].title for name in sections]
+    assert [line[3:] for line in text.splitlines() if line[:3] == "## "] == [*titles, "Where fxamp gains least"]
     assert "small form" in text
     assert "Left out" not in text
 
@@ -81,23 +82,86 @@ def test_o1_agrees_with_autocast_on_this_device(models: list[str], rows: dict[st
     ("section", "ways"),
     [
         ("eager", gpu.EAGER),
+        ("inference", gpu.INFERENCE),
         pytest.param("compiled", gpu.COMPILED, marks=pytest.mark.matrix),
-        pytest.param("graphs", gpu.GRAPHS, marks=pytest.mark.matrix),
+        pytest.param("compiled_inference", gpu.COMPILED_INFERENCE, marks=pytest.mark.matrix),
     ],
 )
-def test_every_way_to_train_is_timed_beside_autocast(
-    rows: dict[str, list[gpu.Row]], section: str, ways: gpu.Ways
-) -> None:
+def test_every_way_is_timed_beside_autocast(rows: dict[str, list[gpu.Row]], section: str, ways: gpu.Ways) -> None:
     if section not in rows:
         pytest.skip("of one model it is not written")
     found = {row["variant"]: row for row in rows[section]}
-    assert list(found) == list(ways)[: len(ways) if section == "eager" else 2]
+    assert list(found) == list(ways)[: gpu.SMALL_COMPILED if section.startswith("compiled") else None]
     for way, row in found.items():
         base = found[ways[way][0]]
         assert row["over autocast"] == pytest.approx(row["ms"] / base["ms"])
         assert row["ms"] > 0
-        compiled = section != "eager" and way.startswith("fxamp")
+        compiled = section == "compiled" and way.startswith("fxamp")
         assert ("model and loss: 1 compiled, 0 graph breaks" in row["note"]) == compiled
+
+
+def test_frozen_inference_gives_the_outputs_of_autocast(rows: dict[str, list[gpu.Row]]) -> None:
+    notes = {row["variant"]: row["note"] for row in rows["inference"]}
+    assert notes["fxamp O1, frozen"] == notes["fxamp O1"] == notes["torch.autocast, no_grad"] == "output equal"
+    assert notes["FP32 with TF32"].endswith(" apart")
+
+
+def test_losses_are_those_of_autocast_at_o1_and_fall(rows: dict[str, list[gpu.Row]]) -> None:
+    found = {row["variant"]: row for row in rows["loss"]}
+    assert list(found) == list(gpu.CURVES)
+    assert found["fxamp O1"]["apart from autocast"] == 0
+    assert 0 < found["FP32 with TF32"]["apart from autocast"] < 0.01
+    assert all(row["loss at 10"] < row["loss at 1"] for row in found.values())
+
+
+def test_sentences_follow_from_the_word_before_in_three_words_of_four() -> None:
+    follows = torch.arange(50).roll(1)
+    ids = gpu.sentences(follows, 40, 100, torch.Generator().manual_seed(0))
+    share = (ids[:, 1:] == follows[ids[:, :-1]]).float().mean()
+    assert 0.72 < float(share) < 0.8
+
+
+@pytest.mark.parametrize(
+    ("kernel", "casts"),
+    [
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::bfloat16_copy_kernel_cuda(at::Tensor", True),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::float16_copy_kernel_cuda(at::Tensor", True),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::bfloat16tofloat32_copy_kernel_cuda(at", True),
+        ("void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda(at::TensorIterator", True),
+        ("void at::native::elementwise_kernel<128, gpu_kernel_impl<at::native::direct_copy_kernel_cuda(at", True),
+        ("void at::native::elementwise_kernel<128, gpu_kernel_impl_nocast<at::native::direct_copy_kernel_cuda", False),
+        ("triton_poi_fused__to_copy_3", True),
+        ("triton_poi_fused__to_copy_t_12", True),
+        ("triton_poi_fused__to_copy_add_3", False),
+        ("triton_poi_fused_t_3", False),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, std::array", False),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", False),
+    ],
+)
+def test_a_kernel_that_only_casts_is_told_by_its_name(kernel: str, casts: bool) -> None:
+    assert gpu.only_casts(kernel) == casts
+
+
+def test_batches_begin_with_one_that_is_bound_by_launching_kernels() -> None:
+    for subject in gpu.SUBJECTS.values():
+        assert subject.batches[0] == 1
+        assert list(subject.batches) == sorted(set(subject.batches))
+    assert len(gpu.SUBJECTS["BERT-base"].batches) >= 4
+
+
+def test_what_fxamp_gains_least_in_is_named_and_16_bit_weights_are_not_counted() -> None:
+    def rows(model: str, **ms: float) -> list[gpu.Row]:
+        return [{"model": model, "low": "BF16", "variant": way.replace("_", " "), "ms": t} for way, t in ms.items()]
+
+    tasks = {
+        "won": rows("won", fxamp_O1=1.0, fxamp_O2=0.5, torch=1.0, all_low=0.1),
+        "lost": rows("lost", fxamp_O1=3.0, torch=2.0, FP32=4.0),
+        "alone": rows("alone", fxamp_O1=3.0),
+    }
+    data = {"machine": "here", "torch": "2", "small": False, "left": {}, "sections": {"eager": tasks}}
+    found = gpu.least_gains(data)
+    assert [(row["model"], row["ms over ms"]) for row in found] == [("lost", 1.5), ("won", 0.5)]
+    assert "| Steps     | lost    | BF16  | fxamp O1" in gpu.to_markdown(data)
 
 
 def test_what_is_there_is_not_measured_again_and_failures_are(report: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +213,7 @@ def test_a_way_that_runs_out_of_memory_is_a_row_and_the_others_are_timed() -> No
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nand so on")
 
     ways = {gpu.AUTOCAST: gpu.EAGER[gpu.AUTOCAST], "greedy": (gpu.AUTOCAST, breaks)}
-    *_, rows = gpu.measured("BERT-base", 2, torch.bfloat16, True, ways, float("inf"))
+    *_, rows = gpu.measured("BERT-base", 2, torch.bfloat16, True, ways, gpu.Bench, float("inf"))
     assert rows[1]["problem"] == "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
     assert "ms" not in rows[1]
     assert rows[0]["over autocast"] == 1
@@ -161,7 +225,7 @@ def test_a_way_for_which_there_is_no_time_is_left_out_and_the_others_are_timed(m
 
     ways = {gpu.AUTOCAST: gpu.EAGER[gpu.AUTOCAST], "slow": (gpu.AUTOCAST, slow)}
     clock = time.monotonic
-    steps = gpu.measured("BERT-base", 2, torch.bfloat16, True, ways, clock() + 600)
+    steps = gpu.measured("BERT-base", 2, torch.bfloat16, True, ways, gpu.Bench, clock() + 600)
     next(steps)
     monkeypatch.setattr(time, "monotonic", lambda: clock() + 600)
     *_, rows = steps
@@ -215,7 +279,7 @@ def test_the_small_form_is_not_written_beside_the_script(capsys: pytest.CaptureF
 def test_an_unknown_section_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         gpu.main(["kernels"])
-    assert "no section kernels: choose from train, agreement" in capsys.readouterr().err
+    assert "no section kernels: choose from inference, train, agreement" in capsys.readouterr().err
 
 
 def test_only_facts_that_differ_are_shown() -> None:

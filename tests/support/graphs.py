@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from passes._torch import FakeTensorMode, pytree
-from passes.colouring import Assignment
+from passes.form import Assignment, Unit
 from passes.graph.notes import CAST_OPERAND, is_inserted, note
 from passes.graph.values import Inference, original_dtypes
 from passes.runtime.casts import CAST
@@ -177,6 +177,11 @@ def as_it_stands(gm: GraphModule) -> Assignment:
     dtypes = original_dtypes(gm.graph, gm.get_parameter)
     returned = {n: dtypes[n] for n in gm.graph.output_node().all_input_nodes}
     return Assignment({}, dict(dtypes), dtypes, returned, Inference())
+
+
+def unit_of(graph: Graph, assignment: Assignment) -> Unit:
+    """Return a graph with what was decided on it, as a pass takes it."""
+    return Unit(graph, lambda path: None, assignment=assignment)
 
 
 def attribute(gm: GraphModule, path: str) -> Any:

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from passes._torch import pytree
-from passes.graph.values import Aliases, dtypes_of, mutated_operands
+from passes.graph.aliases import Aliases, mutated_operands
+from passes.graph.values import dtypes_of
 from passes.ops import ops
 from passes.ops.rules import RULES, row_named
 

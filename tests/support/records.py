@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import msgspec
+
+import fxamp
 from fxamp.report.record.record import RECORD_VERSION, Cast, NodeRecord, Read, Record, State, Totals
 from fxamp.report.report import Report
 from passes.contract.plan import Decision, Plan
 from passes.contract.policy import Policy
 
+SCHEMA = Path(fxamp.__file__).parent / "schemas" / "record.json"
 # What a stranger may call a module, a file or a line, and what it must not do anywhere.
 HOSTILE = [
     "<script>boo()</script><img src=x onerror=boo()>",
@@ -66,3 +73,11 @@ def hostile_report(text: str) -> Report:
     first = node(0, key=f"{text}/op#0", reads_too=reads, **named)
     second = node(1, key=f"{text}/op#1", causes=(first.key, text), reads_too=(Read(first.key, "node", text),), **named)
     return report_of([first, second], model=text, note=text)
+
+
+def schema() -> dict[str, Any]:
+    """Return the JSON Schema (2020-12) of a record, as it is published."""
+    made = json.loads(msgspec.json.encode(msgspec.json.schema(Record)))  # in which a default is as JSON has it
+    for kind in made["$defs"].values():  # docstrings, from which only Python 3.13 takes the indentation
+        kind["description"] = inspect.cleandoc(kind["description"])
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "fxamp precision record", **made}

@@ -74,11 +74,6 @@ class Change:
         return f"{label}: {' -> '.join(values)}"
 
     @property
-    def counted(self) -> tuple[str, ...]:
-        """Return the keys of the nodes that have changed; a renamed module is one change."""
-        return self.nodes if self.key.startswith(RULE) else (self.key,)
-
-    @property
     def module(self) -> str:
         """Return the path of the module that the node is in, "" for the outermost."""
         return self.key.rpartition("/")[0]
@@ -134,7 +129,7 @@ def compared(before: Sequence[Item], after: Sequence[Item], pairs: Mapping[int, 
     """
     moved = _moved(before, after, pairs)
     out = []
-    for old, new in _merged(len(before), len(after), pairs):
+    for new, old in merged(len(after), len(before), pairs):
         if new < 0:
             out.append(Change("removed", before[old].key, shown, before[old].fields[shown], None))
         elif old < 0:
@@ -150,22 +145,26 @@ def compared(before: Sequence[Item], after: Sequence[Item], pairs: Mapping[int, 
     return out
 
 
-def _merged(old: int, new: int, pairs: Mapping[int, int]) -> Iterator[tuple[int, int]]:
-    """Merge two lists in the order of the second, with -1 for what one lacks; a removed item stands where it stood."""
-    gone: dict[int, list[int]] = {}
+def merged(length: int, other: int, pairs: Mapping[int, int], *, last: bool = False) -> Iterator[tuple[int, int]]:
+    """Merge two lists of these lengths in the order of the first, with -1 for what one of them lacks.
+
+    What only the other has stands right behind what it followed there, or, `last`, behind what only the first has.
+    """
+    rest: dict[int, list[int]] = {}
     anchor, kept = -1, set(pairs.values())
-    for at in range(old):
+    for at in range(other):
         if at in kept:
             anchor = at
         else:
-            gone.setdefault(anchor, []).append(at)
-    yield from ((at, -1) for at in gone.get(-1, ()))
-    for at in range(new):
-        if at in pairs:
-            yield pairs[at], at
-            yield from ((o, -1) for o in gone.get(pairs[at], ()))
-        else:
-            yield -1, at
+            rest.setdefault(anchor, []).append(at)
+    waiting = rest.get(-1, [])
+    for at in range(length):
+        if at in pairs or not last:
+            yield from ((-1, o) for o in waiting)
+            waiting = []
+        yield at, pairs.get(at, -1)
+        waiting = rest.get(pairs[at], []) if at in pairs else waiting
+    yield from ((-1, o) for o in waiting)
 
 
 def _moved(before: Sequence[Item], after: Sequence[Item], pairs: Mapping[int, int]) -> dict[int, tuple[str, str]]:

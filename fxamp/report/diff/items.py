@@ -10,13 +10,13 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from passes._torch import OpOverload
-from passes.contract.dtypes import dtype_name
 from passes.contract.plan import Decision, Plan
+from passes.contract.policy import dtype_name
 from passes.graph.notes import is_inserted
-from passes.graph.values import keys, module_path
+from passes.graph.values import module_path
 from passes.ops import ops
 
-from ..record.build import Emitted
+from ..record.build import Emitted, named
 from .match import Item
 
 DECISION_FIELDS = ("colour", "autocast_dtype", "kind", "reason")
@@ -27,9 +27,7 @@ def of_plan(plan: Plan, graphs: Sequence[Emitted] = ()) -> list[Item]:
 
     The graphs that carry the plan out, if they are known, tell which casts are in front of each node.
     """
-    # The keys are those that the user's nodes had before anything was inserted.
-    own = {g.first: (n for n in g.module.graph.nodes if not is_inserted(n)) for g in graphs}
-    nodes = {first: {key: node for node, key in keys(found).items()} for first, found in own.items()}
+    nodes = {g.first: {key: node for node, key in named(g.module.graph).items()} for g in graphs}
     last: dict[int, int] = {}
     items = []
     for at, d in enumerate(plan.decisions):

@@ -11,11 +11,10 @@ from dataclasses import asdict, dataclass
 from tabulate import tabulate
 
 from ..forms.harmless import as_text, markdown, visible
-from .changes import PLAN_KEY, Change
+from .changes import PLAN_KEY, RULE, Change
 
 _SUMMARY = 900_000  # bytes; GitHub drops a job summary of more than 1 MiB as a whole
 _HEADERS = ("change", "node", "field", "before", "after")
-_COLOURS = {"+": "32", "-": "31", "!": "33", "@": "36", "=": "36"}
 _STYLE = (
     ":root{color-scheme:light dark}body{font:14px/1.5 system-ui,sans-serif;margin:2em}table{border-collapse:collapse}"
     "td,th{padding:.2em .8em;text-align:left;border-bottom:1px solid #8884}.added{color:#1a7f37}.removed{color:#cf222e}"
@@ -93,8 +92,8 @@ class GraphDiff:
         head = f"**before** `{before}`  \n**after** `{after}`\n\n{self.totals}\n"
         if self.code:
             return f"{head}\n{_fenced(self.code)}"
-        ordered = [*self.renamed, *(c for own in _by_module(self.changes).values() for c in own)]
-        rows = [[markdown(cell) for cell in _cells(c)] for c in ordered]
+        groups = _by_module((*self.renamed, *self.changes))
+        rows = [[markdown(cell) for cell in _cells(c)] for own in groups.values() for c in own]
         if not rows:
             return head
         widths = [max(len(row[i].encode()) for row in rows) for i in range(len(_HEADERS))]
@@ -112,11 +111,8 @@ class GraphDiff:
             '<!doctype html>'
         """
         written = f"<pre>{chr(10).join(map(_escaped, self.code))}</pre>\n" if self.code else ""
-        groups = {"(all)": list(self.renamed)} if self.renamed else {}
-        for module, own in _by_module(self.changes).items():
-            groups.setdefault(module, []).extend(own)
         body = []
-        for module, own in groups.items():
+        for module, own in _by_module((*self.renamed, *self.changes)).items():
             name = {"(all)": "the whole model", "": "(model)"}.get(module, module)
             heading = f"{_escaped(name)}: {_counted(own)}"
             body.append(f'<tr><th colspan="{len(_HEADERS)}" scope="rowgroup">{heading}</th></tr>')
@@ -148,12 +144,6 @@ class GraphDiff:
         return json.dumps(data, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
 
-def coloured(text: str) -> str:
-    """Colour the lines of a listing, as terminals do it."""
-    lines = [f"\x1b[{_COLOURS[line[0]]}m{line}\x1b[0m" if line[:1] in _COLOURS else line for line in text.split("\n")]
-    return "\n".join(lines)
-
-
 def _by_module(changes: Iterable[Change]) -> dict[str, list[Change]]:
     """Return the changes of each module, in the order of modules; changes that concern no node come first."""
     found: dict[str, list[Change]] = {"(all)": []}
@@ -163,8 +153,8 @@ def _by_module(changes: Iterable[Change]) -> dict[str, list[Change]]:
 
 
 def _counted(changes: Iterable[Change], *, zeros: bool = False) -> str:
-    """Say how many nodes were added, removed and changed."""
-    nodes = {(c.kind, key) for c in changes for key in c.counted}
+    """Say how many nodes were added, removed and changed; a renamed module is one change."""
+    nodes = {(c.kind, key) for c in changes for key in (c.nodes if c.key.startswith(RULE) else (c.key,))}
     counts = {kind: sum(k == kind for k, _ in nodes) for kind in ("added", "removed", "changed")}
     return ", ".join(f"{count} {kind}" for kind, count in counts.items() if count or zeros)
 

@@ -29,7 +29,7 @@ from passes.ops.rules import row_named
 
 from ..forms.harmless import visible
 from ..record.record import LOW
-from .changes import Change, another_model
+from .changes import Change, another_model, merged
 from .items import arguments, arrow, dtype_of, node_keys, target_of
 from .match import Item, match
 
@@ -127,32 +127,20 @@ class _Writer:
         self.changes: list[Change] = []
 
     def write(self) -> None:
-        rest = self._unmatched()
-        waiting = rest.get(-1, [])  # added nodes: written after the removed ones at the same place
-        for old, unit in enumerate(self.before):
-            (node,) = unit.nodes
-            became = self.became.get(old)
-            if became is not None:
-                self._added(waiting)
-                waiting = rest.get(became, [])
-                self._kept(node, self.after[became])
+        for old, new in merged(len(self.before), len(self.after), self.became, last=True):
+            if old < 0:
+                self._added(self.after[new])
+            elif new < 0:
+                self._removed(self.before[old])
             else:
-                silent = self._is_silent(node, unit.label)
-                self.code.append(visible(f"{' ' if silent else '-'} {_written(node)}"))
-                if not silent:
-                    self.changes.append(Change("removed", self.keys[node], "target", target_of(node), None))
-        self._added(waiting)
+                self._kept(self.before[old].nodes[0], self.after[new])
 
-    def _unmatched(self) -> dict[int, list[int]]:
-        """Return the nodes that the original does not have, by the place of the matched node that they follow."""
-        out: dict[int, list[int]] = {}
-        last, kept = -1, set(self.became.values())
-        for at, unit in enumerate(self.after):
-            if at in kept:
-                last = at
-            elif _computes(unit):
-                out.setdefault(last, []).append(at)
-        return out
+    def _removed(self, unit: _Unit) -> None:
+        (node,) = unit.nodes
+        silent = self._is_silent(node, unit.label)
+        self.code.append(visible(f"{' ' if silent else '-'} {_written(node)}"))
+        if not silent:
+            self.changes.append(Change("removed", self.keys[node], "target", target_of(node), None))
 
     def _is_silent(self, node: Node, label: str) -> bool:
         """Say whether a missing node is none: a size, a module that does nothing, an item of a module's result."""
@@ -173,13 +161,14 @@ class _Writer:
             line = f"{line:<{_WIDE}} runs in {now}"
         self.code.append(visible(f"{'!' if changed else ' '} {line}"))
 
-    def _added(self, places: Sequence[int]) -> None:
-        for unit in (self.after[at] for at in places):
-            module = module_path(unit.nodes[0])
-            self._casts(unit, module)
-            for node in unit.nodes:
-                self.code.append(visible(f"+ {_written(node, self.names):<{_WIDE}} {dtype_of(node)}"))
-                self.changes.append(Change("added", f"{module}/{node.name}", "target", None, target_of(node)))
+    def _added(self, unit: _Unit) -> None:
+        if not _computes(unit):
+            return
+        module = module_path(unit.nodes[0])
+        self._casts(unit, module)
+        for node in unit.nodes:
+            self.code.append(visible(f"+ {_written(node, self.names):<{_WIDE}} {dtype_of(node)}"))
+            self.changes.append(Change("added", f"{module}/{node.name}", "target", None, target_of(node)))
 
     def _casts(self, unit: _Unit, module: str) -> None:
         """Write the casts that a unit reads, each where it is first read."""

@@ -23,12 +23,9 @@ MOST = 10  # lines
 
 
 class Text:
-    """Writes the parts of a report, each a list of paragraphs.
+    """Writes the parts of a report, each a list of paragraphs, with tables in a style of tabulate's ("pipe": Markdown).
 
-    Args:
-        record: the decisions and their costs.
-        style: of the tables, as tabulate names it; "pipe" is Markdown.
-        width: of the terminal in characters, into which tables have to fit; None for any width.
+    They fit into a terminal of that width in characters; None is any width.
     """
 
     def __init__(self, record: Record, style: str = "simple", width: int | None = None) -> None:
@@ -218,8 +215,7 @@ def _modules(
 def costliest(record: Record, nodes: Sequence[NodeRecord], most: int = MOST) -> list[tuple[str, ...]]:
     """Return a row for each of the costliest lines, by the bytes of their casts, then by the bytes kept for backward.
 
-    The outputs have a row of their own if all nodes are given. There is none if sizes are not known, as for a plan
-    without its module.
+    The outputs have a row of their own if all nodes are given. Without sizes there is no row.
     """
     if record.totals.cast_bytes is None:
         return []
@@ -234,7 +230,7 @@ def costliest(record: Record, nodes: Sequence[NodeRecord], most: int = MOST) -> 
         low = _share([n for n in own if n.colour in LOW], own, "bytes")
         row = (_source(own[0]) or "(not known)", module, str(len(own)), str(len(casts)))
         found.append((casts, own, (*row, _mb(c.bytes for c in casts) or "0", _mb(n.saved_bytes for n in own), low)))
-    if (outputs := list(record.output_casts)) and len(nodes) == len(record.nodes):
+    if (outputs := list(record.states[0].output_casts)) and len(nodes) == len(record.nodes):
         row = ("(outputs)", "", "", str(len(outputs)))
         found.append((outputs, [], (*row, _mb(c.bytes for c in outputs), "", "")))
     # The sort is stable: lines of equal cost keep their order.

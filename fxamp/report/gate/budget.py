@@ -61,29 +61,29 @@ class Budget:
         """
         keys = [key for key in now if key.partition(" ")[0] == self.key]
         if not keys:
-            why = "a plan alone has none, and a graph whose sizes depend on values cannot be sized"
-            raise PolicyError(f"budget {self}: the total {self.key} is not known for this model: {why}")
-        return [text for key in keys if (text := self._broken(key, now[key], before))]
+            raise self._unknown(
+                self.key, "a plan alone has none, and a graph whose sizes depend on values cannot be sized"
+            )
+        floor, out = self.key in FLOORS, []
+        for key in keys:
+            limit = self._limit(key, before) if self.sign else self.limit
+            if now[key] < limit - 1e-9 if floor else now[key] > limit + 1e-9:
+                word = "at least" if floor else "at most"
+                out.append(f"{key} is {now[key]:g}, and the budget {self} allows {word} {limit:g}")
+        return out
 
-    def _broken(self, key: str, value: float, before: Mapping[str, float] | None) -> str | None:
-        floor, limit = self.key in FLOORS, self.limit
-        if self.sign:
-            was = self._before(key, before)
-            change = was * self.limit / 100 if self.percent and not floor else self.limit
-            limit = was - change if floor else was + change
-        if value < limit - 1e-9 if floor else value > limit + 1e-9:
-            word = "at least" if floor else "at most"
-            return f"{key} is {value:g}, and the budget {self} allows {word} {limit:g}"
-        return None
-
-    def _before(self, key: str, totals: Mapping[str, float] | None) -> float:
-        """Return a total of the plan."""
-        if totals is None:
+    def _limit(self, key: str, before: Mapping[str, float] | None) -> float:
+        """Return the limit of a change."""
+        if before is None:
             raise PolicyError(f"budget {self}: a change needs a plan to compare with; give --plan FILE")
-        if key not in totals:
-            why = "the plan does not have it; write a new plan with --update"
-            raise PolicyError(f"budget {self}: the total {key} is not known for this model: {why}")
-        return totals[key]
+        if key not in before:
+            raise self._unknown(key, "the plan does not have it; write a new plan with --update")
+        if self.key in FLOORS:
+            return before[key] - self.limit
+        return before[key] + (before[key] * self.limit / 100 if self.percent else self.limit)
+
+    def _unknown(self, key: str, why: str) -> PolicyError:
+        return PolicyError(f"budget {self}: the total {key} is not known for this model: {why}")
 
 
 def _example(key: str) -> str:

@@ -21,7 +21,6 @@ from ..diff.changes import PLAN_KEY, Change, Place, counted
 from ..diff.diff import GraphDiff, diff
 from ..diff.match import ALIKE
 from ..reader import with_totals
-from ..record.record import Record
 from .budget import Budget
 
 KEPT, CHANGED, UNKNOWN = 0, 1, 2  # exit statuses
@@ -39,9 +38,9 @@ class Outcome:
         changes: changes relative to the plan.
         places: source lines of the changed nodes, by key, if known.
         broken: a sentence for each budget that is exceeded.
-        ran: a sentence for each thing that did not run as planned, if a step was run.
         totals: present totals.
         plan: path of the committed plan; "" for none.
+        ran: a sentence for each thing that did not run as planned, if a step was run.
     """
 
     target: str
@@ -63,19 +62,21 @@ def check(
 
     On every machine, decisions use the measured facts that the plan was made with. With measured costs, `make` gets the
     plan to replay, since times are never the same. `update` writes a plan that is missing or has changed, by the facts
-    of this machine.
-
-    Raises:
-        PlanError: the plan is missing, cannot be read, or is of another model.
-        PolicyError: a budget is of a total that is not known.
+    of this machine. PlanError if the plan is missing, cannot be read, or is of another model; PolicyError if a budget
+    is of a total that is not known.
     """
     name = "" if plan is None else os.fspath(plan)
     before = _committed(name, update) if name else None
-    made = _now(make, None if update else before, name)
-    if isinstance(made, PlanError):
-        said = f"{target}: the model no longer fits {name}, made with measured costs: {made}"
+    machine = None if update or before is None else _machine(before, name)
+    replayed = None if update or before is None or before.policy.cost != "measured" else before
+    try:
+        with as_on(machine):
+            now, record = with_totals(make(replayed))
+    except PlanError as e:
+        if replayed is None:
+            raise
+        said = f"{target}: the model no longer fits {name}, made with measured costs: {e}"
         return Outcome(target, CHANGED, said, plan=name)
-    now, record = made
     if not now.complete:
         why = next((note for note in now.notes if note.startswith("not checked")), "graphs are missing")
         return Outcome(target, UNKNOWN, f"{target}: the plan is not complete: {why}", plan=name)
@@ -99,20 +100,6 @@ def with_run(outcome: Outcome, differences: Sequence[str]) -> Outcome:
     message = f"{outcome.message}, {found}".replace(": as planned, ", ": as planned and ")
     status = max(outcome.status, CHANGED if differences else KEPT)
     return replace(outcome, status=status, message=message, ran=tuple(differences))
-
-
-def _now(
-    make: Callable[[Plan | None], nn.Module], before: Plan | None, name: str
-) -> tuple[Plan, Record] | PlanError:  # fmt: skip
-    """Return the present decisions, by the facts of the plan that they are compared with; or why it no longer fits."""
-    replayed = before if before is not None and before.policy.cost == "measured" else None
-    with as_on(None if before is None else _machine(before, name)):
-        try:
-            return with_totals(make(replayed))
-        except PlanError as e:
-            if replayed is None:
-                raise
-            return e
 
 
 def _committed(plan: str, update: bool) -> Plan | None:

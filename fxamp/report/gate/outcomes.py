@@ -108,16 +108,14 @@ def to_junit(outcomes: Sequence[Outcome]) -> str:
     """Write a suite for each target: a test for its plan, and one for every budget that is exceeded."""
     whole = ET.Element("testsuites", name="fxamp check")
     for outcome in outcomes:
-        tests = list(_tests(outcome))
-        kinds = [kind for _, kind, _, _ in tests]
-        counts = {"tests": len(tests), "failures": kinds.count("failure"), "errors": kinds.count("error")}
-        given = {"name": visible(outcome.target)} | {name: str(count) for name, count in counts.items()}
-        suite = ET.SubElement(whole, "testsuite", given)
-        for name, kind, message, told in tests:
+        suite = ET.SubElement(whole, "testsuite", name=visible(outcome.target))
+        for name, kind, message, told in _tests(outcome):
             case = ET.SubElement(suite, "testcase", name=visible(name), classname=visible(outcome.target))
             if kind:
                 failed = ET.SubElement(case, kind, message=visible(message), type=kind)
                 failed.text = "\n".join(map(visible, told))
+        for count, path in (("tests", "testcase"), ("failures", "testcase/failure"), ("errors", "testcase/error")):
+            suite.set(count, str(len(suite.findall(path))))
     ET.indent(whole)
     return '<?xml version="1.0" encoding="utf-8"?>\n' + ET.tostring(whole, encoding="unicode") + "\n"
 

@@ -94,10 +94,7 @@ def _target(file: Path, name: str, table: Any) -> Target:
     budgets = tuple(table.get("budget", ()))
     if "plan" not in table and not budgets and not table.get("run"):
         raise FxampError(f"{where} has neither a plan nor a budget, and no run = true, so there is nothing to check")
-    return Target(
-        name, table["target"], table.get("policy"), table.get("plan"), budgets, table.get("device"),
-        table.get("run", False),
-    )  # fmt: skip
+    return Target(name, budgets=budgets, **{key: value for key, value in table.items() if key != "budget"})
 
 
 def run_alone(target: Target, folder: Path, update: bool) -> Outcome:

@@ -43,15 +43,9 @@ def page(
     census: Mapping[str, Any] | None = None,
     errors: Mapping[str, float] | None = None,
 ) -> str:
-    """Return the page of a record.
+    """Return the page of a record: all its nodes or some, with facts about training and a census as plain data.
 
-    Args:
-        record: record of the whole model.
-        model: the name of its class.
-        training: facts about the training step, as (name, text) pairs.
-        nodes: those to show; None for all.
-        census: a census as plain data, for a tab of its own.
-        errors: the predicted share of each node in the variance of the loss, by key.
+    Of errors it shows the predicted share of each node in the variance of the loss, by key.
     """
     shown = record.nodes if nodes is None else tuple(nodes)
     said = []
@@ -75,12 +69,11 @@ def page(
 
 def _state(record: Record, state: State, shown: Sequence[NodeRecord]) -> dict[str, Any]:
     """Return the totals of one state, and the places of its nodes among those shown; None for all of them."""
-    places: list[int] | None = None
-    if len(record.states) > 1:
-        at = {id(node): i for i, node in enumerate(shown)}
-        places = [at[id(n)] for n in record.of(state) if id(n) in at]
+    at = {id(node): i for i, node in enumerate(shown)}
+    places = [at[id(n)] for n in record.of(state) if id(n) in at]
     return {
-        "name": state.name, "totals": msgspec.to_builtins(state.totals), "nodes": places,
+        "name": state.name, "totals": msgspec.to_builtins(state.totals),
+        "nodes": places if len(record.states) > 1 else None,
         "compiler": state.compiler, "kept_bytes": state.kept_bytes,
         "elsewhere": record.casts_elsewhere(state) if len(shown) == len(record.nodes) else [],
         "output_bytes": sum(c.bytes or 0 for c in state.output_casts),

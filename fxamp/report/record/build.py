@@ -11,16 +11,14 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from passes.contract.dtypes import dtype_name
 from passes.contract.plan import Decision, Plan, installed
-from passes.contract.policy import Policy
+from passes.contract.policy import Policy, dtype_name
 from passes.contract.reasons import DEVIATIONS, Code
 from passes.graph.notes import is_inserted, note_of
 from passes.graph.values import frames, keys, own_frame
@@ -28,7 +26,7 @@ from passes.ops.rules import RULES
 from passes.runtime.casts import again
 
 from .record import LOW, RECORD_VERSION, TOTALS, Cast, NodeRecord, Read, Record, State, Totals
-from .sizes import Size, SizeError, sizes_of
+from .sizes import Size, sizes_of
 
 _NONE = Size()
 Sizes = Mapping[Node, Size]
@@ -36,11 +34,11 @@ Sizes = Mapping[Node, Size]
 
 @dataclass(frozen=True)
 class Emitted:
-    """One emitted graph.
+    """One emitted graph, of a state as the record has it; a state that capture breaks has several.
 
     Attributes:
         first: its number in the plan; the graphs inside it, such as the body of a loop, follow.
-        state: the state that it is for; "" if there is no other. A state that capture breaks has several graphs.
+        state: the name of its state.
         module: the graph, with the example's shapes and dtypes in `meta["val"]` of its inputs.
         compiler: the compiler behind it; "" if it runs as it is.
         kept: bytes that the compiled graph kept for backward when it ran; None if that was not seen.
@@ -91,16 +89,9 @@ class _Part:
         self.outputs = tuple(filter(is_inserted, module.graph.output_node().all_input_nodes))
         inner = (m.graph for m in module.modules() if isinstance(m, GraphModule))
         self.casts = sum(is_inserted(n) for graph in inner for n in graph.nodes)  # also those in bodies
-        self.sizes = _sizes(module)
-        self.fp32 = _sizes(module, casts=False) if self.sizes else None
-        self.autocast = _sizes(module, casts=False, autocast=autocast) if self.sizes and autocast else None
-
-
-def _sizes(module: GraphModule, **how: Any) -> Sizes | None:
-    try:
-        return sizes_of(module, **how)
-    except SizeError:
-        return None
+        self.sizes = sizes_of(module)
+        self.fp32 = sizes_of(module, casts=False) if self.sizes else None
+        self.autocast = sizes_of(module, casts=False, autocast=autocast) if self.sizes and autocast else None
 
 
 def _autocast(policy: Policy, model: nn.Module | None) -> tuple[str, torch.dtype] | None:

@@ -1,30 +1,25 @@
 """The record: what was decided for every node and what it costs, as data that other programs read.
 
-`schemas/record.json` is its JSON Schema (2020-12). Nothing in a record changes from one run to the next.
+`fxamp/schemas/record.json` is its JSON Schema (2020-12). Nothing in a record changes from one run to the next.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
-from passes.contract.dtypes import dtype_name
 from passes.contract.errors import PlanError, PolicyError
 from passes.contract.plan_format import strictly
-from passes.contract.policy import nearest
+from passes.contract.policy import dtype_name, nearest
 from passes.graph.values import LOW_DTYPES
 
 RECORD_VERSION = 3
 # The totals that are saved with a plan, and that budgets limit: by a ceiling, or by a floor in percent.
 CEILINGS, FLOORS = ("casts", "cast_bytes", "saved_bytes", "fp32_ops", "unknown_ops"), ("low_flops", "low_bytes")
 TOTALS = CEILINGS + FLOORS
-SCHEMA = Path(__file__).parents[2] / "schemas" / "record.json"
 # The three classes of a colour, and what each looks like in every form that has colours.
 LOW = tuple(map(dtype_name, LOW_DTYPES))
 PALETTE = {"low": "#2f6fed", "fp32": "#e07a1f", "other": "#8b93a1"}
@@ -215,11 +210,6 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The totals of the first state, which is training wherever the model has a graph for it."""
         return self.states[0].totals
 
-    @property
-    def output_casts(self) -> tuple[Cast, ...]:
-        """The casts of the outputs in the first state."""
-        return self.states[0].output_casts
-
     def of(self, state: State) -> tuple[NodeRecord, ...]:
         """Return the nodes that a state runs."""
         return tuple(self.nodes[place] for place in state.nodes) if len(self.states) > 1 else self.nodes
@@ -250,8 +240,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ) -> list[NodeRecord]:  # fmt: skip
         """Return the nodes that pass all filters: by module (or one below it), op, colour and reason code.
 
-        Raises:
-            PolicyError: a filter matches no node, or no node passes all of them.
+        PolicyError if one of them matches no node, or no node passes all of them.
         """
         nodes = list(self.nodes)
         asked: list[tuple[str, Sequence[str], Callable[[NodeRecord], Sequence[str]]]] = [
@@ -275,11 +264,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def from_json(cls, text: str, *, name: str = "record") -> Record:
-        """Read a record strictly.
-
-        Raises:
-            PlanError: it is not a record; the message says where.
-        """
+        """Read a record strictly; PlanError says where it is none."""
         try:
             made: Record = msgspec.convert(strictly(text, name, "record"), cls)
         except msgspec.ValidationError as e:
@@ -293,12 +278,3 @@ def _modules(node: NodeRecord) -> list[str]:
     """Return the path of the module of a node, and those of all modules round it."""
     parts = node.module.split(".")
     return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
-
-
-@functools.cache
-def schema() -> dict[str, Any]:
-    """Return the JSON Schema (2020-12) of a record."""
-    made = json.loads(msgspec.json.encode(msgspec.json.schema(Record)))  # in which a default is as JSON has it
-    for kind in made["$defs"].values():  # docstrings, from which only Python 3.13 takes the indentation
-        kind["description"] = inspect.cleandoc(kind["description"])
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "fxamp precision record", **made}

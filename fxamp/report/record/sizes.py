@@ -16,8 +16,8 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.utils.flop_counter import FlopCounterMode
 
 from passes._torch import FakeTensorMode, pytree, quiet_fakes, storage_id
-from passes.contract.dtypes import dtype_name
 from passes.contract.errors import FxampError
+from passes.contract.policy import dtype_name
 from passes.graph.notes import is_inserted
 from passes.graph.values import no_autocast
 
@@ -29,16 +29,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Size:
-    """The costs of one node.
+    """The costs of one node, as its record has them, and the bytes of the tensors that it reads.
 
-    Attributes:
-        dtypes: dtypes of its floating results, without "torch.".
-        shapes: shapes of its results, at the example's sizes.
-        read_bytes: bytes of the tensors that it reads.
-        bytes: bytes of its results.
-        flops: floating-point operations of its forward, by torch's formulas; 0 if torch has none for it.
-        saved_bytes: bytes of the storages that it is the first to keep for backward, parameters excluded. What a fused
-            kernel, such as that of an LSTM, keeps internally is not seen.
+    What a fused kernel, such as that of an LSTM, keeps internally for backward is not seen.
     """
 
     dtypes: tuple[str, ...] = ()
@@ -49,56 +42,45 @@ class Size:
     saved_bytes: int = 0
 
 
-class SizeError(FxampError):
-    """A graph cannot be run on fake tensors."""
-
-
 def sizes_of(
     module: GraphModule, casts: bool = True, autocast: tuple[str, torch.dtype] | None = None
-) -> dict[Node, Size]:
-    """Return the costs of every node.
+) -> dict[Node, Size] | None:
+    """Return the costs of every node of a graph, or of the user's graph, without the inserted `casts`.
 
-    Args:
-        module: a graph whose placeholders have the example's shapes and dtypes in `meta["val"]`.
-        casts: False leaves out inserted casts, so that the user's graph is measured.
-        autocast: device and dtype of a `torch.autocast` to run under; None for none.
-
-    Raises:
-        SizeError: Nothing is known of its inputs, or it needs the values of tensors.
+    It runs under the `torch.autocast` whose device and dtype are given. The costs are not known, None, if nothing is
+    known of its inputs in `meta["val"]`, or if it needs the values of tensors.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    inputs = [_example(node, mode) for node in module.graph.find_nodes(op="placeholder")]
     walk = _Walk(module, mode, casts)
     ambient = no_autocast() if autocast is None else torch.autocast(autocast[0], dtype=autocast[1])
     opaque = module.graph.find_nodes(op="call_module")  # modules that read their own tensors, and may write to them
     saving = torch.autograd.graph.saved_tensors_hooks(walk.saves, lambda tensor: tensor)
     try:
+        inputs = [_example(node, mode) for node in module.graph.find_nodes(op="placeholder")]
         with (
             kept(held(module).values() if opaque else ()), same_random_state(), ambient, torch.enable_grad(),
             quiet_fakes(), mode, walk.counter, saving,
         ):  # fmt: skip
             walk.run(*inputs, enable_io_processing=False)
-    except Exception as e:  # an op may fail in any way on tensors without values
+    except Exception:  # an op may fail in any way on tensors without values
         logger.debug("not sized", exc_info=True)
-        raise SizeError(f"the graph cannot be sized: {type(e).__name__}: {str(e).strip().splitlines()[:1]}") from e
+        return None
     return walk.sizes
 
 
 def _example(node: Node, mode: FakeTensorMode) -> Any:
     value = node.meta.get("val")
-    if isinstance(value, Tensor):
-        with mode:
-            made = torch.empty([_hint(n) for n in value.shape], dtype=value.dtype, device=value.device)
-        return made.requires_grad_(value.requires_grad and value.is_floating_point())
-    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return _hint(value)
     if value is None:
-        raise SizeError(f"the graph cannot be sized: nothing is known of its input '{node.name}'; give example inputs")
-    return value
+        raise FxampError(f"nothing is known of the input '{node.name}'")
+    if not isinstance(value, Tensor):
+        return _hint(value)
+    with mode:
+        made = torch.empty([_hint(n) for n in value.shape], dtype=value.dtype, device=value.device)
+    return made.requires_grad_(value.requires_grad and value.is_floating_point())
 
 
 def _hint(size: Any) -> Any:
-    return size if isinstance(size, (int, float)) else size.node.hint
+    return size.node.hint if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) else size
 
 
 class _Walk(Interpreter):

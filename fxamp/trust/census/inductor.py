@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from passes.contract.dtypes import dtype_name
+from passes.contract.policy import dtype_name
 
 from .differences import Difference
 from .rows import Ledger, planned_dtypes

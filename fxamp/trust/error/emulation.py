@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.fx import GraphModule, Interpreter, Node, map_arg
 
 from passes._torch import pytree, safe_softmax
 from passes.graph.aliases import Aliases
-from passes.graph.notes import is_inserted
+from passes.graph.notes import CLAMP_OPERAND, is_inserted, note_of
 from passes.graph.values import LOW_DTYPES, keys, module_path, no_autocast, source
 from passes.ops import ops
 from passes.ops.rules import row_of
@@ -30,6 +31,7 @@ from passes.runtime.regions import under_autocast
 
 _TO_LOW = ("half", "bfloat16")  # methods
 _UNCHANGED = (again, cast_floating, cast_weight)  # casts of the runtime: their first argument is what is cast
+Place = tuple[Any, ...]  # where a value is rounded: equal in the graphs of all policies
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,8 @@ class Site:
         key: of the node in the plan; of the first reader for a cast.
         node: in the emitted graph.
         part: what it is: "" for the result of a node, "cast" for an operand that is cast down, "sum", "log" or
-            "probabilities" inside a kernel, and "scores" for what rounds in backward alone.
+            "probabilities" inside a kernel, "scores" for what rounds in backward alone, "clamp" for what brings a
+            value into the range of its cast.
         rounds: the real run rounds it.
         writes: it is written in place later on, or was.
         names: the names in the model of the inputs of its graph.
@@ -54,6 +57,11 @@ class Site:
     writes: bool = False
     names: Mapping[str, str] = field(default_factory=dict, compare=False)
     reads: tuple[tuple[str, str], ...] = field(default=(), compare=False)
+
+    @cached_property
+    def place(self) -> Place:
+        """Where it is: for a cast, the author's value and all its readers; else the node, its line, and the part."""
+        return ("cast", *sorted(self.reads)) if self.reads else (self.key, self.line, self.part)
 
     @property
     def module(self) -> str:
@@ -71,7 +79,7 @@ class Site:
         if self.part != "cast":
             return f"{self.part} in {ops.name(self.node)}" if self.part else ops.name(self.node)
         first: Any = self.node
-        while isinstance(first, Node) and is_inserted(first):
+        while isinstance(first, Node) and _is_ours(first):
             first = first.args[0]
         return f"cast of {ops.name(first) if first.op.startswith('call') else self.names.get(first.name, first.name)}"
 
@@ -87,11 +95,12 @@ class GraphSites:
 
     def __init__(self, graph: GraphModule, names: Mapping[str, str]) -> None:
         self._names = names
-        author = keys(n for n in graph.graph.nodes if not is_inserted(n))
+        author = keys(n for n in graph.graph.nodes if not _is_ours(n))
         self._aliases = Aliases(graph.graph)
         self.keys = {n: author.get(n) or _reader(n, author) for n in graph.graph.nodes if n.op.startswith("call")}
         self.low = {n: _is_low(n.meta.get("val")) for n in graph.graph.nodes}
         self._moves = {n: self._only_moves(n) for n in self.keys}
+        self._sites: dict[tuple[Node, str], Site] = {}
         self._inside: dict[int, tuple[GraphModule, GraphSites]] = {}
 
     def inside(self, body: GraphModule) -> GraphSites:
@@ -102,21 +111,28 @@ class GraphSites:
 
     def _only_moves(self, node: Node) -> bool:
         """Say whether a node makes no number of its own out of low ones."""
+        if _is_ours(node) and not is_inserted(node):
+            return True
         row = row_of(node)
         read = [o.node for o in ops.operands(node) if _is_float(o.node.meta.get("val"))]
         return (row.commutes != "" or row.asks != "" or row.is_cast) and all(self.low[n] for n in read)
 
     def of(self, node: Node, part: str = "") -> Site:
-        """Return the site of a node, or of a part of it."""
-        rounds = self.low[node] and not self._moves[node]
-        cast = is_inserted(node) and rounds
-        reads = tuple((self.keys[r], self.source(node)) for r in _readers(node)) if cast else ()
-        writes = self._aliases.is_mutated(node)
-        return Site(self.keys[node], node, part or "cast" * cast, rounds, writes, self._names, reads)
+        """Return the site of a node, or of a part of it; found once."""
+        found = self._sites.get((node, part))
+        if found is None:
+            rounds = self.low[node] and not self._moves[node]
+            cast = is_inserted(node) and rounds
+            reads = tuple((self.keys[r], self.source(node)) for r in _readers(node)) if cast else ()
+            named = part or ("cast" if cast else "clamp" if _is_ours(node) else "")
+            writes = self._aliases.is_mutated(node)
+            found = Site(self.keys[node], node, named, rounds, writes, self._names, reads)
+            self._sites[node, part] = found
+        return found
 
     def source(self, node: Node) -> str:
         """Return the key of the author's value behind casts; that of an input is its name."""
-        while is_inserted(node):
+        while _is_ours(node):
             node = node.args[0]  # type: ignore[assignment]
         return self.keys.get(node, node.name)
 
@@ -137,14 +153,16 @@ class Emulation(Interpreter):
             returns the value that is read.
         decides: is called with the key of an op that selects the largest, its operand, how many it selects, and of
             which dimension (None for all of them).
+        everywhere: look inside the kernels too that run in FP32 by the plan.
     """
 
     def __init__(
         self, graph: GraphModule, sites: GraphSites, at: At, edge: Edge | None = None, read: Read | None = None,
-        decides: Decides | None = None,
+        decides: Decides | None = None, everywhere: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(graph)
         self._sites, self._at, self._edge, self._read, self._decides = sites, at, edge, read, decides
+        self._everywhere = everywhere
 
     def run_node(self, n: Node) -> Any:
         """Run one node."""
@@ -166,7 +184,7 @@ class Emulation(Interpreter):
     def fetch_args_kwargs_from_env(self, n: Node) -> Any:
         """Return the operands of a node."""
         args, kwargs = super().fetch_args_kwargs_from_env(n)
-        if self._read is not None and n.op.startswith("call") and not is_inserted(n):
+        if self._read is not None and n.op.startswith("call") and not _is_ours(n):
             return self._each_read(n, args, kwargs, self._read)
         if self._edge is None or not any(self._is_shared(o) for o in n.all_input_nodes):
             return args, kwargs
@@ -180,7 +198,7 @@ class Emulation(Interpreter):
             return args, kwargs
         for o in n.all_input_nodes:
             value = self.env[o]
-            if _is_fp32(value) and not self._sites.is_written(o):
+            if _is_fp32(value) and id(value) not in made and not self._sites.is_written(o):
                 made[id(value)] = read(reader, self._sites.source(o), value)
         return pytree.tree_map(lambda v: made.get(id(v), v), (args, kwargs))
 
@@ -204,7 +222,7 @@ class Emulation(Interpreter):
             return args[0](*args[3:], **kwargs)
         if any(isinstance(a, GraphModule) for a in pytree.tree_leaves(args)):
             return self._higher_order(n, args)
-        inside = _INSIDE.get(ops.name(n)) if self._sites.low[n] else None
+        inside = _INSIDE.get(ops.name(n)) if self._sites.low[n] or self._everywhere else None
         if inside is not None:
             named = {key: self._value(ops.argument(n, key)) for key in inside.arguments}
             made = inside.run(lambda part, v: self._at(self._sites.of(n, part), v), named)
@@ -215,7 +233,9 @@ class Emulation(Interpreter):
     def _higher_order(self, n: Node, args: Any) -> Any:
         """Run a body that is called once in FP32 too; what else has bodies runs as it is, in the dtypes of its plan."""
         if row_of(n).bodies == "entered":
-            inside = Emulation(args[0], self._sites.inside(args[0]), self._at, self._edge, self._read, self._decides)
+            inside = Emulation(
+                args[0], self._sites.inside(args[0]), self._at, self._edge, self._read, self._decides, self._everywhere
+            )
             return inside.run(*args[row_of(n).operands_at :])
 
         def planned(operand: Node) -> Any:
@@ -238,7 +258,7 @@ class Watched(Interpreter):
     def run_node(self, n: Node) -> Any:
         """Run one node."""
         value = super().run_node(n)
-        if n.op.startswith("call") and not is_inserted(n) and isinstance(value, Tensor) and value.is_floating_point():
+        if n.op.startswith("call") and not _is_ours(n) and isinstance(value, Tensor) and value.is_floating_point():
             self._see(self._sites.of(n), value)
         return value
 
@@ -301,10 +321,15 @@ _INSIDE = {
 }
 
 
+def _is_ours(node: Node) -> bool:
+    """Say whether fxamp made a node: a cast, or what brings an operand into the range of one."""
+    return is_inserted(node) or note_of(node).made_by == CLAMP_OPERAND
+
+
 def _readers(node: Node) -> Iterator[Node]:
     """Yield the author's nodes that read a cast."""
     for user in node.users:
-        if is_inserted(user):
+        if _is_ours(user):
             yield from _readers(user)
         elif user.op != "output":
             yield user

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ..given_step import Batch, Loss, given_step
-from .emulation import Site
+from .emulation import Decides, Site
 from .report import PREDICTED, ErrorReport, Errors, NodeError, Tally, degenerate, living, squared
 from .rounding import Rounded
 from .runs import POLICIES, Ran, Subject, policies_of, refuse_infinite
-from .variances import Moved, Sums
+from .variances import Moved, Unrounded
 
 
 def estimate_error(
@@ -61,66 +61,57 @@ def estimated(subject: Subject, names: Sequence[str], *, gradients: bool = True)
         names: of the policies.
         gradients: predict errors of gradients too.
     """
-    found: dict[str, Errors] = {}
-    estimates = {}
+    first = dict[str, str]()  # of the names of a policy
     for name in names:
-        same = str(subject.policy(name))
-        if same not in estimates:
-            estimates[same] = _Estimate(subject, name, gradients)
-        found[name] = replace(estimates[same].errors, policy=name)
-    first = next(iter(estimates.values()))
-    mean = sum(first.losses) / len(first.losses)
-    dead = tuple(sorted(first.norms.keys() - set(living(first.norms))))
+        first.setdefault(str(subject.policy(name)), name)
+    made = _Estimate(subject, tuple(first.values()), gradients)
+    errors = {name: replace(made.errors(first[str(subject.policy(name))]), policy=name) for name in names}
+    mean = sum(made.losses) / len(made.losses)
+    dead = tuple(sorted(made.norms.keys() - set(living(made.norms))))
     return ErrorReport(
-        type(subject.model).__name__, False, "", len(first.losses), mean, 2.0**-24 * abs(mean), dead,
-        tuple(found.values()), (PREDICTED, *degenerate(first.norms)),
+        type(subject.model).__name__, False, "", len(made.losses), mean, 2.0**-24 * abs(mean), dead,
+        tuple(errors.values()), (PREDICTED, *degenerate(made.norms)),
     )  # fmt: skip
 
 
 class _Estimate:
-    """The errors of one policy over all batches.
+    """The errors of policies over all batches: of each, one step that rounds nothing, and one that does a policy.
 
     Attributes:
         losses: by batch.
         norms: squared norms of the gradients, by name.
-        errors: what is predicted.
     """
 
-    def __init__(self, subject: Subject, name: str, gradients: bool) -> None:
-        self._subject, self._name = subject, name
-        self._low = subject.policy(name).dtype or torch.bfloat16
-        self._sums, self._flips = Sums(self._low), dict[str, float]()
-        self._generator = torch.Generator(subject.device).manual_seed(0)
+    def __init__(self, subject: Subject, names: Sequence[str], gradients: bool) -> None:
+        self._subject, self._generator = subject, torch.Generator(subject.device)
+        self._plain = Unrounded(subject, names)
+        self._tallies = {name: Tally() for name in names}
+        self._flips = {name: dict[str, float]() for name in names}
         self.losses, self.norms = list[float](), dict[str, float]()
-        tally = Tally()
         for number, batch in enumerate(subject.given.batches):
-            plain, choices = self._plain(batch)
-            refuse_infinite(subject, plain, batch, number)
-            self.losses.append(plain.loss)
-            squared(plain.gradients, self.norms)
-            probe = self._probe(batch, choices) if gradients else plain
-            tally.add(0.0, probe.gradients, plain.gradients, 2.0)
-        moved = self._sums.found()
-        square = sum(m.square for m in moved) + (2.0**-24 * sum(self.losses) / len(self.losses)) ** 2
-        self.errors = tally.errors(
-            name, self.norms, loss=square**0.5, increase=square / 2, nodes=_nodes(moved),
-            flips={key: value / len(self.losses) for key, value in self._flips.items() if value > 1e-3},
-        )  # fmt: skip
+            for at, (base, served) in enumerate(self._plain.runs.items()):
+                choices: list[tuple[str, Tensor]] = []
+                plain = self._plain.run(base, batch, _noted_in(choices))
+                if not at:
+                    refuse_infinite(subject, plain, batch, number)
+                    self.losses.append(plain.loss)
+                    squared(plain.gradients, self.norms)
+                for name in served if gradients else ():  # of one policy after the other, so that they are held once
+                    self._tallies[name].add(0.0, self._probe(name, batch, choices).gradients, plain.gradients, 2.0)
 
-    def _plain(self, batch: Batch) -> tuple[Ran, list[Tensor]]:
-        """Run a step that rounds nothing; return it, and the operands of its choices, in order."""
-        choices: list[Tensor] = []
-        self._sums.begin()
+    def errors(self, name: str) -> Errors:
+        """Return what is predicted of a policy."""
+        moved, count = self._plain.moved(name), len(self.losses)
+        square = sum(m.square for m in moved) + (2.0**-24 * sum(self.losses) / count) ** 2
+        flips = {key: value / count for key, value in self._flips[name].items() if value > 1e-3}
+        return self._tallies[name].errors(
+            name, self.norms, loss=square**0.5, increase=square / 2, nodes=_nodes(moved), flips=flips
+        )
 
-        def decides(key: str, operand: Tensor, count: int, dim: int | None) -> None:
-            choices.append(operand.clone())
-
-        return self._subject.emulated(self._name, batch, self._sums, decides=decides), choices
-
-    def _probe(self, batch: Batch, choices: list[Tensor]) -> Ran:
+    def _probe(self, name: str, batch: Batch, choices: Sequence[tuple[str, Tensor]]) -> Ran:
         """Run a step that rounds at random, and count the choices that it would change."""
-        low, generator = self._low, self._generator
-        before = iter(choices)
+        low, flips, before = self._subject.policy(name).dtype or torch.bfloat16, self._flips[name], iter(choices)
+        generator = self._generator.manual_seed(len(self.losses))
 
         def at(site: Site, value: Tensor) -> Tensor:
             return rounded(value, low, generator, forward=site.part != "scores") if site.rounds else value
@@ -129,9 +120,16 @@ class _Estimate:
             return rounded(value, low, generator, forward=False)
 
         def decides(key: str, operand: Tensor, count: int, dim: int | None) -> None:
-            self._flips[key] = self._flips.get(key, 0.0) + _expected_flips(next(before), operand, count, dim)
+            true = next((t for at, t in before if at == key), None)
+            if true is not None:
+                flips[key] = flips.get(key, 0.0) + _expected_flips(true, operand, count, dim)
 
-        return self._subject.emulated(self._name, batch, at, edge, decides=decides)
+        return self._subject.emulated(name, batch, at, edge, decides=decides)
+
+
+def _noted_in(choices: list[tuple[str, Tensor]]) -> Decides:
+    """Return what appends the key and the operand of each choice."""
+    return lambda key, operand, count, dim: choices.append((key, operand.clone()))
 
 
 def rounded(value: Tensor, low: torch.dtype, generator: torch.Generator, *, forward: bool = True) -> Tensor:

@@ -7,10 +7,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import torch
 from tabulate import tabulate
+from torch import Tensor
 
 from passes.contract.errors import PolicyError
 from passes.contract.policy import nearest
+
+from .rounding import blocks
 
 _SHOWN = 5  # nodes of a policy in the text
 _DEAD = 1e-6  # of the largest gradient's norm: below it a gradient is what FP32 leaves of zero
@@ -226,10 +230,8 @@ class Tally:
     def add(self, loss: float, gradients: Mapping[str, Any], reference: Mapping[str, Any], scale: float = 1.0) -> None:
         """Add a batch: the error of its loss, and its gradients beside the reference; `scale` divides the squares."""
         self.losses.append(loss)
-        for name, expected in reference.items():
-            got = gradients.get(name)
-            error = expected if got is None else got.to(expected.dtype) - expected
-            self._squares[name] = self._squares.get(name, 0.0) + float(error.double().square().sum()) / scale
+        sums = {name: _square(expected, gradients.get(name)) for name, expected in reference.items()}
+        _add(sums, self._squares, scale)
 
     def errors(self, policy: str, norms: Mapping[str, float], **more: Any) -> Errors:
         """Return the errors.
@@ -240,7 +242,7 @@ class Tally:
             **more: other fields of the errors.
         """
         live = living(norms)
-        parameters = {name: (self._squares[name] / norms[name]) ** 0.5 for name in live}
+        parameters = {name: (self._squares.get(name, 0.0) / norms[name]) ** 0.5 for name in live}
         whole = sum(norms[name] for name in self._squares)
         loss = (sum(e * e for e in self.losses) / max(len(self.losses), 1)) ** 0.5
         made = Errors(
@@ -258,8 +260,23 @@ def living(norms: Mapping[str, float]) -> tuple[str, ...]:
 
 def squared(gradients: Mapping[str, Any], into: dict[str, float]) -> None:
     """Add the squared norms of gradients to those by name."""
-    for name, gradient in gradients.items():
-        into[name] = into.get(name, 0.0) + float(gradient.double().square().sum())
+    _add({name: _square(gradient) for name, gradient in gradients.items()}, into)
+
+
+def _square(expected: Tensor, got: Tensor | None = None) -> Tensor:
+    """Return the squared norm of a gradient, or of its difference from another one, on its device and in float64."""
+    total = torch.zeros((), dtype=torch.float64, device=expected.device)
+    for e, *g in blocks(expected) if got is None else blocks(expected, got):
+        total += ((g[0].to(e.dtype) - e) if g else e).double().square().sum()
+    return total
+
+
+def _add(sums: Mapping[str, Tensor], into: dict[str, float], scale: float = 1.0) -> None:
+    """Add sums by name, of which all are read from the device at once."""
+    first = next(iter(sums.values()), torch.zeros(()))
+    read = torch.stack([s.to(first.device) for s in sums.values()] or [first]).tolist()
+    for name, value in zip(sums, read, strict=False):
+        into[name] = into.get(name, 0.0) + value / scale
 
 
 def degenerate(norms: Mapping[str, float]) -> tuple[str, ...]:

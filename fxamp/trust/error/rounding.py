@@ -6,11 +6,13 @@ down with probabilities that make it right on average, by up to one ulp, with a 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+_BLOCK = 1 << 18  # elements
 _EXPONENT = 0x7F800000  # of an FP32 number
 _LEAST = {torch.bfloat16: 2.0**-126, torch.float16: 2.0**-14}  # normal number; below it the spacing is the same
 BITS = {torch.bfloat16: 7, torch.float16: 10}  # of the mantissa
@@ -58,6 +60,16 @@ def stochastic(values: Tensor, low: torch.dtype, generator: torch.Generator) -> 
     rounded = (values / step + share).floor_() * step
     rounded = torch.where(rounded.abs() > torch.finfo(low).max, rounded * float("inf"), rounded)
     return torch.where(values.isfinite(), rounded, values)
+
+
+def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield views of tensors of one shape, block by block, so that what is computed of them takes little memory."""
+    first = tensors[0]
+    if first.numel() <= _BLOCK or first.layout is not torch.strided:
+        yield tensors
+    else:
+        rows = max(_BLOCK * len(first) // first.numel(), 1)
+        yield from zip(*(t.split(rows) for t in tensors), strict=True)
 
 
 class Rounded(torch.autograd.Function):

@@ -7,7 +7,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ class Ran:
     Attributes:
         loss: undivided and unscaled.
         gradients: unscaled, by the name of the parameter; in FP32, or in float64.
-        output: of the model.
+        output: of the model; None where it was emulated.
     """
 
     loss: float
@@ -83,6 +83,7 @@ class Subject:
             self._views[str(self.policy(str(self.own)))] = given.model
         self.parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self._sites: dict[int, tuple[GraphModule, GraphSites]] = {}
+        self._written: set[int] | None = None  # the parameters that steps have written, by identity
 
     def policy(self, name: str) -> Policy:
         """Return a policy with its dtype and device; that of autocast rounds what O1 rounds.
@@ -146,7 +147,7 @@ class Subject:
 
     def emulated(
         self, name: str, batch: Batch, at: At, edge: Edge | None = None, *, read: Read | None = None,
-        decides: Decides | None = None, backward: bool = True,
+        decides: Decides | None = None, everywhere: bool = False, backward: bool = True,
     ) -> Ran:  # fmt: skip
         """Run a step by the emitted graphs of a policy in FP32, without casts, and look at all sites.
 
@@ -157,15 +158,14 @@ class Subject:
 
         def run(converted: Any, graph: GraphModule, args: tuple[Any, ...]) -> Any:
             counted[0] += 1
-            return Emulation(graph, self.sites(graph, converted), at, edge, read, decides).run(
-                *args, enable_io_processing=False
-            )
+            sites = self.sites(graph, converted)
+            return Emulation(graph, sites, at, edge, read, decides, everywhere).run(*args, enable_io_processing=False)
 
         with run_instead(run):
             ran = self._step(self.view(name), batch, contextlib.nullcontext, backward=backward)
         if not counted[0]:
             raise CaptureError(f"{type(self.model).__name__}: nothing of it was captured, so nothing can be predicted.")
-        return ran
+        return replace(ran, output=None)
 
     def watched(self, name: str, batch: Batch, see: Callable[[Site, Tensor], None]) -> None:
         """Run a forward with the real kernels of a policy, node by node, and look at the float values."""
@@ -201,21 +201,29 @@ class Subject:
     def _step(
         self, model: nn.Module, batch: Batch, region: Callable[[], Any], scale: float = 1.0, *, backward: bool = True
     ) -> Ran:
-        """Run a step of a model, or of its twin in float64, and leave everything as it was."""
+        """Run a step of a model, or of its twin in float64, and leave everything as it was.
+
+        All parameters are copied beforehand for the first step, and then those that a step has written: each begins
+        with the same parameters and random numbers, and runs the same code.
+        """
         wide = next((p.dtype for p in model.parameters() if p.dtype == torch.float64), None)
         if wide is not None:
             batch = pytree.tree_map(lambda v: v.double() if _is_fp32(v) else v, batch)
         parts = [model] if isinstance(model, GraphModule) and record_on(model) is not None else []
-        owner = model if wide is not None else self.model
-        with as_before(owner), watched_graphs(parts), warnings.catch_warnings(), torch.enable_grad():
+        owner, known = (self.model, self._written) if wide is None else (model, None)
+        with as_before(owner, known) as restored, watched_graphs(parts), warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("ignore")  # of FP16 without a GradScaler: the loss is scaled here
             with region():
                 output, loss = self.given.run(model, batch)
             if backward:
                 with no_autocast():
                     (loss.double() * scale).backward() if loss.requires_grad else None
-            gradients = {n: p.grad / scale for n, p in owner.named_parameters() if p.grad is not None}
-            return Ran(float(loss.detach()), gradients, pytree.tree_map(_detached, output))
+            held = {n: p.grad for n, p in owner.named_parameters() if p.grad is not None}
+            gradients = held if scale == 1 else {n: grad / scale for n, grad in held.items()}
+            ran = Ran(float(loss.detach()), gradients, pytree.tree_map(_detached, output))
+        if backward and owner is self.model:
+            self._written = {*(self._written or ()), *map(id, restored)}
+        return ran
 
 
 def policies_of(subject: Subject, policies: Sequence[str] | str | None) -> tuple[str, ...]:

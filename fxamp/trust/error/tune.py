@@ -1,7 +1,7 @@
 """`fxamp.tune`: the plan that casts the fewest bytes within a budget of error, by minimum cut, and measured.
 
 errors of roundings, to first order        `Derivatives`: how much each moves the loss, and each gradient
-lambda * error beside the bytes of casts   `passes.contract.penalties`; the compiler's cut decides
+lambda * error beside the bytes of casts   `passes.contract.costs`;     the compiler's cut decides
 lambda                                     by bisection, until the predicted error is within the budget
 the certificate                            the measured error of what was found, on the batches that were given
 """
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from passes.contract.costs import Penalties
 from passes.contract.errors import PolicyError
 from passes.contract.levels import Level
-from passes.contract.penalties import Penalties
 from passes.contract.plan import CERTIFICATE, Plan
 from passes.contract.policy import Policy
 

@@ -3,28 +3,31 @@
 A value t with the gradient g = dloss/dt moves the loss by the sum of g * (round(t) - t) over its elements. If rounding
 errors are independent, its variance is V, the sum of g^2 ulp(t)^2 / 12 (Widrow); S is the sum that the actual roundings
 give. Where they have one sign, as where many elements are equal, S^2 is larger, and counts in the place of V.
+
+No policy is needed for a run: V and S are known at every value, and at every set of reads of one, whatever rounds it.
+So one run serves all policies whose roundings are at places of its graphs. A cast gets the gradient of its own readers;
+of two casts of a value in two policies, one is for readers of the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
 
-from ..given_step import Loss, given_step
-from .emulation import Site
-from .rounding import BITS, nearest, power
-from .runs import POLICIES, Subject
+from ..given_step import Batch
+from .emulation import Decides, Place, Site
+from .rounding import BITS, blocks, nearest, power
+from .runs import Ran, Subject
 
 
 @dataclass(frozen=True)
 class Moved:
-    """How one site moves the loss.
+    """How the roundings at one place move the loss.
 
     Attributes:
         site: where it is rounded.
@@ -51,95 +54,167 @@ class Moved:
         return abs(mean) / error if n > 7 and error else 0.0
 
 
-class Sums:
-    """Sums V and S at every site of a run that rounds nothing: an `at` of `Subject.emulated`.
+@dataclass
+class _Places:
+    """Where the graphs of a policy round, and where they could.
 
-    Args:
-        low: the low dtype.
-        everything: also at values that the real run does not round.
+    Attributes:
+        low: what the policy rounds to.
+        rounded: the places that it rounds, each with its first site.
+        values: the values that its graphs make, and those inside kernels.
+        reads: the reads of values, as pairs of the keys of the reader and of the value.
     """
 
-    def __init__(self, low: torch.dtype, *, everything: bool = False) -> None:
-        self._low, self._everything = low, everything
-        self._batches: list[dict[tuple[Node, str], tuple[Tensor, Tensor]]] = []
-        self._sites: dict[tuple[Node, str], Site] = {}
+    low: torch.dtype
+    rounded: dict[Place, Site] = field(default_factory=dict)
+    values: set[Place] = field(default_factory=set)
+    reads: set[tuple[str, str]] = field(default_factory=set)
 
-    def begin(self) -> None:
-        """Begin a batch."""
-        self._batches.append({})
+    def at(self, site: Site, value: Tensor) -> Tensor:
+        """Note a value."""
+        if site.part != "cast":
+            self.values.add(site.place)
+        if site.rounds and site.part != "scores":
+            self.rounded.setdefault(site.place, site)
+        return value
 
-    def __call__(self, site: Site, value: Tensor) -> Tensor:
-        """Let the gradient of a value add to its sums; one that needs none gets one, since it is rounded too."""
-        if site.part == "scores" or not (site.rounds or self._everything):
-            return value
+    def read(self, reader: str, source: str, value: Tensor) -> Tensor:
+        """Note a read of a value."""
+        self.reads.add((reader, source))
+        return value
+
+    def have(self, place: Place, site: Site) -> bool:
+        """Say whether a run of these graphs passes a place of another policy."""
+        return place in self.rounded or place in self.values or (bool(site.reads) and self.reads.issuperset(site.reads))
+
+
+class Unrounded:
+    """Steps that round nothing, and how the roundings of several policies move their loss.
+
+    Args:
+        subject: the model and its batches.
+        names: of the policies.
+
+    Attributes:
+        runs: for each step that a batch needs, the policy whose graphs it runs, and all policies that it serves. It is
+            one step, unless a policy rounds what no other policy's graph has.
+    """
+
+    def __init__(self, subject: Subject, names: Sequence[str]) -> None:
+        self._subject = subject
+        self._places = {name: self._places_of(name) for name in names}
+        self._sums: dict[str, list[Sums]] = {}
+        self.runs: dict[str, list[str]] = {}
+        left = list(names)
+        while left:
+            served = {name: [n for n in left if self._serves(name, n)] for name in left}
+            base = max(left, key=lambda name: len(served[name]))
+            self.runs[base], self._sums[base] = served[base], []
+            left = [n for n in left if n not in served[base]]
+
+    def _places_of(self, name: str) -> _Places:
+        found = _Places(self._subject.policy(name).dtype or torch.bfloat16)
+        batch = self._subject.given.batches[0]
+        self._subject.emulated(name, batch, found.at, read=found.read, everywhere=True, backward=False)
+        return found
+
+    def _serves(self, base: str, name: str) -> bool:
+        here = self._places[base]
+        return all(here.have(place, site) for place, site in self._places[name].rounded.items())
+
+    def run(self, base: str, batch: Batch, decides: Decides | None = None) -> Ran:
+        """Run a step on one batch."""
+        sums = Sums([self._places[n] for n in self.runs[base]], self._places[base].rounded)
+        self._sums[base].append(sums)
+        ran = self._subject.emulated(base, batch, sums.at, read=sums.read, decides=decides, everywhere=True)
+        sums.views.clear()  # of what has got no gradient
+        return ran
+
+    def moved(self, name: str) -> list[Moved]:
+        """Return what each rounding of a policy moves, over all batches that were run."""
+        base = next(base for base, served in self.runs.items() if name in served)
+        places = self._places[name]
+        sums = [one.found(places.low) for one in self._sums[base]]
+        both = {place: [one.get(place, (0.0, 0.0)) for one in sums] for place in places.rounded}
+        return [
+            Moved(site, tuple(v for v, _ in both[place]), tuple(s for _, s in both[place]))
+            for place, site in places.rounded.items()
+        ]
+
+
+class Sums:
+    """Sums V and S over one step that rounds nothing, at each place that a policy rounds.
+
+    Args:
+        served: the places of policies.
+        nodes: the places that are nodes of the graphs that run; those of other casts are seen by their reads.
+
+    Attributes:
+        views: what is read by other casts, until its gradient is there.
+    """
+
+    def __init__(self, served: Sequence[_Places], nodes: Collection[Place]) -> None:
+        self._lows: dict[Place, dict[torch.dtype, None]] = {}
+        self._by_read: dict[tuple[str, str], list[Place]] = {}
+        for places in served:
+            for place in places.rounded:
+                self._lows.setdefault(place, {})[places.low] = None
+        for place in sorted(self._lows, key=len, reverse=True):  # casts for many readers before those for some of them
+            for read in place[1:] if place[0] == "cast" and place not in nodes else ():
+                self._by_read.setdefault(read, []).append(place)
+        self.views: dict[tuple[Place, int], Tensor] = {}
+        self._found: dict[torch.dtype, dict[Place, Tensor]] = {}
+
+    def at(self, site: Site, value: Tensor) -> Tensor:
+        """Let the gradient of a value add to its sums."""
+        return self._hooked(site.place, value, writes=site.writes) if site.place in self._lows else value
+
+    def read(self, reader: str, source: str, value: Tensor) -> Tensor:
+        """Let the gradient of a read add to the sums of the casts that it goes through, each a view for its readers."""
+        for place in self._by_read.get((reader, source), ()):
+            at = place, value.data_ptr()
+            if at not in self.views:
+                self.views[at] = self._hooked(place, value.view_as(value), at)
+            value = self.views[at]
+        return value
+
+    def _hooked(self, place: Place, value: Tensor, view: Any = None, *, writes: bool = False) -> Tensor:
+        """Return a value whose gradient adds to sums; one that needs none gets one, since it is rounded too."""
         if not value.requires_grad:
-            if site.writes:
+            if writes:
                 return value
             value = value.detach().requires_grad_()
-        kept = [value.detach().clone() if site.writes else value.detach()]
-        batch, place = self._batches[-1], (site.node, site.part)
-        unit = 4.0 ** -BITS[self._low] / 12
-        self._sites[place] = site
+        kept = [value.detach().clone() if writes else value.detach()]
 
         def add(grad: Tensor | None) -> None:
-            if grad is None or not kept:  # an author's own backward may leave it out
-                return
-            held = kept.pop()  # freed here, as what autograd saves is
-            error = nearest(held, self._low).sub_(held)
-            moved = power(held, self._low).mul_(grad).mul_(error != 0)  # masks and zeros are held as they are
-            variance = torch.linalg.vector_norm(moved).square() * unit
-            signed = error.mul_(grad).sum()
-            before = batch.get(place)
-            batch[place] = (variance, signed) if before is None else (before[0] + variance, before[1] + signed)
+            self.views.pop(view, None)
+            if grad is not None and kept:  # an author's own backward may leave it out
+                self._add(place, kept.pop(), grad)  # freed here, as what autograd saves is
 
         value.register_hook(add)
         return value
 
-    def found(self) -> list[Moved]:
-        """Return what every site moves, read from the device once."""
-        zero = torch.zeros(())
-        made = []
-        for place, site in self._sites.items():
-            sums = [batch.get(place, (zero, zero)) for batch in self._batches]
-            signed = (float(s) for _, s in sums)  # not a number where a value that moves nothing leaves the range
-            made.append(Moved(site, tuple(float(v) for v, _ in sums), tuple(s if isfinite(s) else 0.0 for s in signed)))
-        return made
+    def _add(self, place: Place, held: Tensor, grad: Tensor) -> None:
+        for low in self._lows[place]:
+            found = self._found.setdefault(low, {})
+            for t, g in blocks(held, grad):
+                error = nearest(t, low).sub_(t)
+                moved = power(t, low).mul_(g).mul_(error != 0)  # masks and zeros are held as they are
+                variance = torch.linalg.vector_norm(moved).square() * (4.0 ** -BITS[low] / 12)
+                both = torch.stack((variance, error.mul_(g).sum()))
+                found[place] = both if place not in found else found[place] + both
+
+    def found(self, low: torch.dtype) -> Mapping[Place, tuple[float, float]]:
+        """Return V and S by place, read from the device once."""
+        sums = self._found.get(low, {})
+        read = torch.stack(tuple(sums.values())).tolist() if sums else []
+        # S is not a number where a value that moves nothing leaves the range.
+        return {place: (v, s if isfinite(s) else 0.0) for place, (v, s) in zip(sums, read, strict=True)}
 
 
-def moved_by(subject: Subject, name: str) -> list[Moved]:
-    """Return how each rounding of a policy moves the loss, over all batches of a diagnostic."""
-    sums = Sums(subject.policy(name).dtype or torch.bfloat16)
+def moved_by(subject: Subject, name: str) -> Iterator[Moved]:
+    """Yield how each rounding of a policy moves the loss, over all batches of a diagnostic."""
+    steps = Unrounded(subject, [name])
     for batch in subject.given.batches:
-        sums.begin()
-        subject.emulated(name, batch, sums)
-    return sums.found()
-
-
-def variances(
-    model_or_step: Any, inputs: Any = None, target: Any = None, *, loss: Loss = None,
-    batches: Iterable[Any] | None = None, policies: Sequence[str] = POLICIES,
-) -> dict[str, dict[str, float]]:  # fmt: skip
-    """Return how much the roundings of each node move the loss, for each policy: {policy: {node key: V}}.
-
-    A node answers for its result and for the casts of its operands. The root of the sum over all nodes predicts the RMS
-    error of the loss. One forward and backward a policy and batch runs, in FP32; everything is as before afterwards.
-
-    Args:
-        model_or_step: as every diagnostic takes it, as the arguments up to `batches`.
-        inputs: of the model.
-        target: of the loss.
-        loss: a function of the output, or of output and target.
-        batches: in place of `inputs`.
-        policies: policy strings, or "autocast".
-
-    Raises:
-        PolicyError: there is no loss, no such policy, or a part of the model is converted.
-        CaptureError: nothing of the model was captured.
-    """
-    subject = Subject(given_step(model_or_step, inputs, target, loss=loss, batches=batches))
-    found: dict[str, dict[str, float]] = {}
-    for name in policies:
-        by_key = found.setdefault(name, {})
-        for moved in moved_by(subject, name):
-            by_key[moved.site.key] = by_key.get(moved.site.key, 0.0) + moved.square
-    return found
+        steps.run(name, batch)
+    yield from steps.moved(name)

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import Graph, Node
 
 from passes.contract.errors import PolicyError
 from passes.contract.policy import Policy
 from passes.graph.notes import is_inserted
 from passes.graph.values import keys
+from passes.ops import ops
 from passes.ops.rules import row_of
 
 from ..calibration import Calibration, Range, checksums
@@ -65,7 +67,8 @@ def calibrate(
     if scale is not None and not (isinstance(scale, (int, float)) and 0 < scale < math.inf):
         raise PolicyError(f"scale is a loss scale, a finite number above 0, not {scale!r}.")
     of_step = float(given.step.scaler.get_scale()) if given.step is not None else 1.0
-    subject, ranges = Subject(given), _Ranges(of_step if scale is None else float(scale))
+    subject = Subject(given)
+    ranges = _Ranges(of_step if scale is None else float(scale), dict(subject.model.named_parameters()))
     asked = str(policy or subject.own or "O1")
     for batch in given.batches:
         subject.emulated(asked, batch, ranges)
@@ -75,13 +78,18 @@ def calibrate(
 
 
 class _Ranges:
-    """Adds up what is seen of each value and its gradient: an `at` of `Subject.emulated`."""
+    """Adds up what is seen of each value and its gradient: an `at` of `Subject.emulated`.
 
-    def __init__(self, scale: float) -> None:
-        self.scale = scale
+    Args:
+        scale: the loss scale that gradients are counted with.
+        parameters: those of the model, by name.
+    """
+
+    def __init__(self, scale: float, parameters: Mapping[str, Tensor]) -> None:
+        self.scale, self._parameters = scale, parameters
         self._seen: list[tuple[str, bool, Tensor, Tensor, Tensor]] = []  # key, backward, least, largest, and a sample
         self._measured: list[tuple[list[tuple[str, bool]], Tensor]] = []
-        self._bounds: dict[str, float | None] = {}
+        self._bounds: dict[str, Tensor | float | None] = {}
         self._nodes: dict[str, Node] = {}
         self._keys: dict[Graph, dict[Node, str]] = {}
 
@@ -90,20 +98,41 @@ class _Ranges:
         self._look(site.key, False, value)
         if site.part == "":
             self._nodes.setdefault(site.key, site.node)
-            self._bounds.setdefault(site.key, row_of(site.node).at_most)
+            if site.key not in self._bounds:
+                self._bounds[site.key] = self._bound(site)
         else:
             self._bounds[site.key] = None
         if value.requires_grad:
             value.register_hook(functools.partial(self._look, site.key, True))
         return value
 
+    def _bound(self, site: Site) -> Tensor | float | None:
+        """Return the largest absolute value that a node gives, whatever it is given; None where nothing proves one.
+
+        n normalised numbers have the mean square 1 at most, so that none is above root n.
+        """
+        node, row = site.node, row_of(site.node)
+        sizes = ops.argument(node, row.normalizes) if row.normalizes else None
+        if sizes is None or not all(isinstance(size, int) for size in sizes):
+            return row.at_most
+        bound: Any = math.sqrt(math.prod(sizes))
+        for name, applied in (("weight", operator.mul), ("bias", operator.add)):
+            held = ops.argument(node, name)
+            while isinstance(held, Node) and is_inserted(held):
+                held = held.args[0]
+            if isinstance(held, Node):
+                parameter = self._parameters.get(site.names.get(held.name, ""))
+                if parameter is None:
+                    return None  # it is computed, or a buffer
+                bound = applied(bound, parameter.detach().abs().max())
+        return bound  # type: ignore[no-any-return]
+
     def _look(self, key: str, backward: bool, t: Tensor) -> None:
         if not t.numel():
             return
-        t = t.detach()
-        sample = t.reshape(-1)[:: -(-t.numel() // _SAMPLE)]
-        if len(sample) < _SAMPLE:
-            sample = nn.functional.pad(sample, (0, _SAMPLE - len(sample)))
+        # In the order of memory, so that a transposed value is not copied.
+        t = t.detach().permute(sorted(range(t.dim()), key=t.stride, reverse=True)).reshape(-1)
+        sample = t[:: -(-t.numel() // _SAMPLE)]
         self._seen.append((key, backward, *torch.aminmax(t), sample.clone() if sample.numel() < t.numel() else sample))
 
     def end_batch(self) -> None:
@@ -111,12 +140,14 @@ class _Ranges:
         if not self._seen:
             return
         names, backward, least, largest, samples = zip(*self._seen, strict=True)
-        size = torch.stack(samples).abs()
-        factor = torch.where(torch.tensor(backward, device=size.device), self.scale, 1.0)[:, None]
-        counts = ((size > 0), (size * factor < _NORMAL) & (size > 0), (size * factor <= _FLUSHED) & (size > 0))
+        size = torch.cat(samples).abs()
+        lengths = torch.tensor([len(sample) for sample in samples], device=size.device)
+        factors = torch.where(torch.tensor(backward, device=size.device), self.scale, 1.0)
+        scaled = size * factors.repeat_interleave(lengths, output_size=len(size))
+        counted = ((size > 0), (scaled < _NORMAL) & (size > 0), (scaled <= _FLUSHED) & (size > 0))
+        counts = [torch.segment_reduce(c.float(), "sum", lengths=lengths) for c in counted]
         peaks = torch.maximum(-torch.stack(least), torch.stack(largest))
-        told = torch.stack((peaks, *(c.sum(-1).float() for c in counts)), 1)
-        self._measured.append((list(zip(names, backward, strict=True)), told))
+        self._measured.append((list(zip(names, backward, strict=True)), torch.stack((peaks, *counts), 1)))
         self._seen = []
 
     def readers(self) -> dict[str, tuple[str, ...]]:
@@ -141,7 +172,8 @@ class _Ranges:
         for at, row in zip((at for names, _ in self._measured for at in names), rows, strict=True):
             by.setdefault(at, []).append(row)
         for (key, backward), seen in by.items():
-            found[backward][key] = _range(seen, None if backward else self._bounds.get(key))
+            bound = None if backward else self._bounds.get(key)
+            found[backward][key] = _range(seen, None if bound is None else float(bound))
         return found
 
 

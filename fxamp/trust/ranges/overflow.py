@@ -5,8 +5,9 @@ that hold a value that is not finite, and where each came from, so that the loss
 is masked with -inf on purpose, or overflows where nobody reads it, is none.
 
 The cure is found by running the step again. A node whose value does not fit into FP16 runs in FP32 there and then, and
-so does each node that reads it, as long as values do not fit. A run with all nodes in FP32 shows which gradients do not
-fit, and whether any colouring can cure it.
+so does each node that reads it, as long as values do not fit: one more step cures most overflows in forward. Where it
+does not, and in backward, a run with all nodes in FP32 shows which gradients do not fit, and whether any colouring can
+cure it.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from passes._torch import OpOverload, current_autograd_node, own_schema, pytree, storage_id
-from passes.contract.dtypes import dtype_name
 from passes.contract.errors import PolicyError
 from passes.contract.plan import Decision
-from passes.contract.policy import Policy
+from passes.contract.policy import Policy, dtype_name
 from passes.contract.reasons import Code
+from passes.graph.aliases import mutated_operands
 from passes.graph.notes import is_inserted
-from passes.graph.values import LOW_DTYPES, mutated_operands, no_autocast
+from passes.graph.values import LOW_DTYPES, no_autocast
 
 from ...convert import converted_in
 from ..census.graphs import watched_graphs
@@ -397,6 +398,9 @@ def _run(given: GivenStep, batch: Batch, scale: float, forced: Iterable[_At] = (
 def _cured(found: Overflow, given: GivenStep, batch: Batch, seen: _Finite) -> Overflow:
     """Return an overflow with the nodes that have to run in FP32, and with the loss scale that fits."""
     run = functools.partial(_run, given, batch, heals=True)
+    watch = seen if found.backward else run(found.scale)
+    if watch.culprit() is None:
+        return _with_policy(found, watch)
     whole = run(found.scale, seen.low_nodes())
     most = float(torch.finfo(seen.policy.dtype or torch.float16).max)
     large = {at: peak for at, peak in whole.peaks.items() if peak > most and whole.reads_low(at)}
@@ -407,7 +411,6 @@ def _cured(found: Overflow, given: GivenStep, batch: Batch, seen: _Finite) -> Ov
         found = replace(found, largest_scale=fits if _run(given, batch, fits).culprit() is None else 0.0)
     if whole.culprit() is not None:
         return found  # nor is it finite in FP32
-    watch = run(found.scale)
     for _ in range(_RUNS):
         origin = watch.culprit()
         if origin is None:
@@ -437,8 +440,8 @@ def _range(t: Tensor) -> tuple[float, float]:
     t = torch.view_as_real(t.detach()) if t.is_complex() else t.detach()
     if not t.numel() or t.is_meta or t.element_size() < 2:
         return 0.0, 0.0
-    least, largest = torch.aminmax(t)
-    return float(least), float(largest)
+    least, largest = torch.stack(torch.aminmax(t)).tolist()  # both are read from the device at once
+    return least, largest
 
 
 def _kind(held: tuple[float, float]) -> str:

@@ -14,33 +14,30 @@ import torch
 from torch.fx import Node
 
 from ..._torch import HigherOrderOperator
-from ...colouring import Colouring
 from ...contract.errors import PolicyError
 from ...contract.policy import module_override, op_override
 from ...contract.reasons import Code, Reason
+from ...form import Colouring
 from ...graph import literals
 from ...graph.aliases import is_in_place, may_alias, mutated_operands, out_operands
-from ...graph.notes import note_of, region_on
+from ...graph.notes import DECOMPOSE, note_of, region_on
 from ...graph.values import (
     ELIGIBLE,
     LOW_DTYPES,
+    described,
     dtype_reference,
     first_float,
     is_floating,
     literal_dtype,
-    module_path,
-    source,
 )  # fmt: skip
 from ...ops import ops
 from ...ops.facts import accumulates, facts_of, lacks_low, rule_of
 from ...ops.rules import BANNED, COMPOSITE, FOLLOW, FP32, KEEP, LOW, PROMOTE, row_of
 from .extremes import converts
-from .kernels import runs_in
+from .kernels import lacks_low_kernel
 from .operand_casts import all_to, as_autocast, castable, keep, natural, operand_casts
 from .state import Site, State
 from .user_casts import Intent, meaning
-
-Decider = Callable[[State, Site], "Colouring | None"]
 
 
 def site_of(state: State, node: Node, name: str, floats: Iterable[ops.Operand]) -> Site:
@@ -51,23 +48,15 @@ def site_of(state: State, node: Node, name: str, floats: Iterable[ops.Operand]) 
 
 
 def decide(state: State, site: Site) -> Colouring | None:
-    """Return the dtype that a node runs in, and why; None if there is nothing to decide.
-
-    Raises:
-        PolicyError: an override asks for a low kernel that there is none of; autocast bans the op on this device; or it
-            has no rule, and the policy refuses such ops.
-    """
+    """Return the dtype that a node runs in, and why; None if there is nothing to decide."""
     if site.row.is_cast:
         return _user_cast(state, site)
-    as_read = _first((_under_autocast, _as_read), state, site)
-    if as_read is None and (is_in_place(site.name) or out_operands(site.node)) and mutated_operands(site.node):
+    colouring = _as_read(state, site)
+    if colouring is None and (is_in_place(site.name) or out_operands(site.node)) and mutated_operands(site.node):
         return _in_place(state, site)
-    return as_read or _first(_DECIDERS, state, site) or _ruled(state, site)
-
-
-def _first(deciders: Iterable[Decider], state: State, site: Site) -> Colouring | None:
-    """Return the answer of the first decider that has one."""
-    return next((answer for decider in deciders if (answer := decider(state, site)) is not None), None)
+    for decider in (_pinned, _overridden, _outside_autocast, _beside_float64, _ruled):
+        colouring = colouring or decider(state, site)
+    return colouring
 
 
 # The user's code.
@@ -103,17 +92,13 @@ def _intent(state: State, node: Node) -> Intent:
     return meaning(node, state.original, state.dtypes, observed, exact=written or not state.aggressive)
 
 
-def _under_autocast(state: State, site: Site) -> Colouring | None:
-    """Give the operands and outputs of an autograd function the dtypes that they have under autocast."""
-    return as_autocast(state, site) if note_of(site.node).under_autocast else None
-
-
 def _as_read(state: State, site: Site) -> Colouring | None:
-    """Follow a dtype argument that the user's code took from the dtype of a value."""
-    read = note_of(site.node).read
-    if read is None:
-        return None
-    why = Code.DTYPE_ARGUMENT(f"under autocast your code reads {read} here")
+    """Colour an autograd function as under autocast, and a dtype argument as the dtype that the user's code read."""
+    note = note_of(site.node)
+    colouring = as_autocast(state, site) if note.under_autocast else None
+    if colouring is not None or note.read is None:
+        return colouring
+    why = Code.DTYPE_ARGUMENT(f"under autocast your code reads {note.read} here")
     return natural(state, site.of_kind(FOLLOW), why, settled=True)
 
 
@@ -156,25 +141,21 @@ def _overridden(state: State, site: Site) -> Colouring | None:
     if state.autocast or _moves_written(state, site):
         return None
     policy = state.policy
-    override = op_override(policy, state.named[site.node]) if site.node in state.named else None
+    override = op_override(policy, state.named.get(site.node, ""))
     override = override or (module_override(policy, state.stacks.get(site.node, ())) if policy.modules else None)
-    override = override or (op_override(policy, site.name) if policy.ops else None)
+    override = override or op_override(policy, site.name)
     if override is None:
         return None
-    if override.colour == "low" and _lacks(state, site):
+    if override.colour == "low" and lacks_low_kernel(state, site.node, site.row, site.low):
         whole = "" if override.kind == "op" else ", which the override of its module covers: name narrower modules, or"
         raise PolicyError(
-            f"{override}: {_where(site)} has no kernel for {site.low} on this {state.device}{whole or ';'} leave it "
-            "FP32."
+            f"{override}: {described(site.node)} has no kernel for {site.low} on this {state.device}{whole or ';'} "
+            "leave it FP32."
         )
     site, reason = site.of_kind("override"), Code.OVERRIDE(str(override))
     if override.colour == "keep":
         return keep(state, site, reason)
     return all_to(state, site, state.low if override.colour == "low" else torch.float32, reason)
-
-
-def _where(site: Site) -> str:
-    return f"{site.name} ({source(site.node) or site.node.name}, module '{module_path(site.node)}')"
 
 
 def _outside_autocast(state: State, site: Site) -> Colouring | None:
@@ -192,9 +173,6 @@ def _beside_float64(state: State, site: Site) -> Colouring | None:
     return natural(state, site, Code.FLOAT64("left as it is"), settled=True)
 
 
-_DECIDERS = (_pinned, _overridden, _outside_autocast, _beside_float64)
-
-
 # The level: O2 runs ops low that are not sensitive, O3 all that have a low kernel.
 
 
@@ -208,9 +186,19 @@ def _ruled(state: State, site: Site) -> Colouring:
             code = Code.O3_LOW if state.policy.level.rounds_sensitive else Code.O2_LOW
             return all_to(state, site, site.low, code("not sensitive, and an operand is low"))
     reads = site.kind in (PROMOTE, FOLLOW) and any(state.dtypes[o.node] in LOW_DTYPES for o in site.floats)
-    if not state.autocast and (site.kind == LOW or reads) and _lacks(state, site):  # autocast itself would fail
+    asks = not state.autocast and (site.kind == LOW or reads)  # autocast itself would fail
+    if asks and lacks_low_kernel(state, site.node, site.row, site.low):
         return _without_kernel(state, site)
-    return _KINDS[site.kind](state, site)
+    return _under_autocast_whole(state, site) or _KINDS[site.kind](state, site)
+
+
+def _under_autocast_whole(state: State, site: Site) -> Colouring | None:
+    """Colour what no rule says the dtype of as autocast runs it, where the policy asks for that; None for other ops."""
+    if site.kind not in (KEEP, BANNED, COMPOSITE) or not (state.autocast or state.policy.unknown_ops == "autocast"):
+        return None
+    runs = (site.kind == COMPOSITE or not site.row.known) and _runs_under_autocast(site)
+    colouring = as_autocast(state, site) if runs else None
+    return colouring or (_follow(state, site) if state.autocast else None)
 
 
 def _at_level(state: State, site: Site) -> Site:
@@ -261,13 +249,6 @@ def _lowers(state: State, site: Site) -> bool:
 
 
 # The rule: what each kind means.
-
-
-def _lacks(state: State, site: Site) -> bool:
-    """Say whether the device has no low kernel for an op."""
-    if lacks_low(site.node, site.row, state.device):
-        return True
-    return not runs_in(site.node, site.low, state.device, state.dtypes.get, state.tried)
 
 
 def _without_kernel(state: State, site: Site) -> Colouring:
@@ -332,10 +313,8 @@ def _follow(state: State, site: Site) -> Colouring:
 
 
 def _banned(state: State, site: Site) -> Colouring:
-    if state.autocast:
-        return _follow(state, site)
     raise PolicyError(
-        f"{_where(site)} is unsafe in low precision, and "
+        f"{described(site.node)} is unsafe in low precision, and "
         f"autocast bans it on {state.device}: use binary_cross_entropy_with_logits on the logits, or allow it "
         f"with Policy(ops={{'{site.name}': 'fp32'}})."
     )
@@ -345,8 +324,6 @@ def _kept(state: State, site: Site) -> Colouring:
     """Colour an op that keeps its dtypes, because its rule says so or because it has no rule."""
     if not site.row.known:
         return _unknown(state, site)
-    if state.autocast:
-        return _follow(state, site)
     like = _like_its_reference(state, site)
     if like is not None:
         return like
@@ -365,39 +342,30 @@ def _like_its_reference(state: State, site: Site) -> Colouring | None:
 
 def _unknown(state: State, site: Site) -> Colouring:
     """Colour an op without a rule, according to the policy's `unknown_ops`."""
-    as_under_it = as_autocast(state, site) if _runs_under_autocast(site.node) else None
-    if state.autocast:
-        return as_under_it or _follow(state, site)
-    if state.policy.unknown_ops == "autocast" and as_under_it is not None:
-        return as_under_it
     if state.policy.unknown_ops == "error":
         raise PolicyError(
-            f"{_where(site)} has no rule: register one with fxamp.register_rule, or choose another unknown_ops: "
-            "'autocast' gives it what torch.autocast would, 'keep' the dtypes that it had."
+            f"{described(site.node)} has no rule: register one with fxamp.register_rule, or choose another "
+            "unknown_ops: 'autocast' gives it what torch.autocast would, 'keep' the dtypes that it had."
         )
     if state.policy.unknown_ops == "fp32":
         return all_to(state, site.of_kind(FP32), torch.float32, Code.UNKNOWN_OP("FP32 by policy"))
     return _like_its_reference(state, site) or keep(state, site, Code.KEEP(site.row.reason))
 
 
-def _runs_under_autocast(node: Node) -> bool:
+def _runs_under_autocast(site: Site) -> bool:
     """Say whether a call can be given a region of autocast, and it is known what comes out of it there.
 
     Graphs inside a higher-order op stay as they were captured; if the compiler rewrites them, no autocast may be on.
     """
-    if isinstance(node.target, HigherOrderOperator):
-        return note_of(node).autocast is not None and not row_of(node).known
-    return ops.operator_of(node) is not None
+    seen = note_of(site.node).autocast is not None
+    if isinstance(site.node.target, HigherOrderOperator):
+        return seen and not site.row.known
+    inside = note_of(site.node).made_by == DECOMPOSE and site.row.gives == "first"  # whose dtype is known
+    return ops.operator_of(site.node) is not None and (seen or inside or site.kind != COMPOSITE)
 
 
 def _composite(state: State, site: Site) -> Colouring:
-    """Colour a composite op that could not be decomposed, and is kept whole: as autocast runs it, if that was seen."""
-    seen = note_of(site.node).autocast is not None and ops.operator_of(site.node) is not None
-    as_under_it = as_autocast(state, site) if seen else None
-    if as_under_it is not None and (state.autocast or state.policy.unknown_ops == "autocast"):
-        return as_under_it
-    if state.autocast:
-        return _follow(state, site)
+    """Colour a composite op that could not be decomposed, and is kept whole."""
     why = Code.COMPOSITE("kept whole")
     colouring = keep(state, site, why)
     dtypes = {colouring.operand_dtypes.get(o.place, state.dtypes[o.node]) for o in site.floats}

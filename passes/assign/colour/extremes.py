@@ -11,13 +11,16 @@ After:  the same, angles FP32; cos is free
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from ...graph.aliases import mutated_operands
 from ...graph.literals import FP32_MAX, has_tiny, is_extreme, numbers
 from ...graph.notes import note_of
-from ...graph.values import LOW_DTYPES, Dtypes, is_floating, mutated_operands
+from ...graph.values import LOW_DTYPES, Dtypes, is_floating
 from ...ops import ops
 from ...ops.rules import Rule, row_of
 
@@ -30,6 +33,7 @@ class Extremes:
         lowest: those of them that are out of range only because of `finfo(float32).min`, as in the fill of a mask.
         fixed: values computed only from buffers, constants and integers.
         constants: tensors of no dimension that hold a known number.
+        ranges: for each of the values the buffers that put it there, with what they hold: "mask: -1e+09".
     """
 
     def __init__(self, graph: Graph, low: torch.dtype) -> None:
@@ -38,6 +42,7 @@ class Extremes:
         self.lowest: set[Node] = set()
         self.fixed: set[Node] = set()
         self.constants: dict[Node, float] = {}
+        self.ranges: dict[Node, tuple[str, ...]] = {}
         self._tiny: set[Node] = set()  # values such as x + eps, and copies of them, but not 1 / (x + eps)
         self._largest: dict[Node, float] = {}  # the last number of a torch.arange
         for node in graph.nodes:
@@ -46,6 +51,7 @@ class Extremes:
                 self.fixed.add(node)
             if note.constant is not None:
                 self._is_constant(node, note.constant)
+                self.ranges[node] = (f"{node.target}: {note.constant:g}",) if node in self.values else ()
 
     def _is_constant(self, node: Node, number: float) -> None:
         self.constants[node] = number
@@ -77,6 +83,12 @@ class Extremes:
             self._range(node, literals, operands if passes and not row.bounded else [])
             if row.counts or converts(node, dtypes):
                 self.values.add(node)
+        if node in self.values:
+            self.ranges[node] = self.ranges_of(operands)
+
+    def ranges_of(self, values: Iterable[Node]) -> tuple[str, ...]:
+        """Return what buffers hold that makes some of these values extreme, each once."""
+        return tuple(dict.fromkeys(text for n in values for text in self.ranges.get(n, ())))
 
     def _range(self, node: Node, literals: list[float], passed: list[Node]) -> None:
         """Find values made from literals out of range, or from other values that have such numbers."""

@@ -19,9 +19,9 @@ import torch
 from torch.fx import Node
 
 from ..._torch import HigherOrderOperator
-from ...colouring import AS_AUTOCAST, Colouring
 from ...contract.devices import DEVICES
 from ...contract.reasons import Code
+from ...form import AS_AUTOCAST, Colouring
 from ...graph import literals
 from ...graph.aliases import mutated_operands
 from ...graph.notes import note_of
@@ -39,14 +39,15 @@ def fit_kernel(state: State, node: Node, colouring: Colouring) -> tuple[Colourin
     dtypes, as an op does that fake tensors cannot run. If nothing is cast, torch's promotion decides what the node
     runs in.
     """
-    for decision in (colouring, *_wider(state, node, colouring)):
+    floats = [o for o in ops.operands(node) if state.dtypes[o.node] in ELIGIBLE]
+    for decision in (colouring, *_wider(state, colouring, floats)):
         try:
             results = _result_dtypes(state, node, decision)
         except Exception:  # whatever a kernel raises on its operands
             continue
         promotes = not decision.operand_dtypes and not ops.name(node).endswith("_")
         return (replace(decision, dtype=first_float(results) or decision.dtype) if promotes else decision), results
-    return _captured(state, node, colouring), state.original[node]
+    return (_captured(state, node, colouring, floats) if floats else colouring), state.original[node]
 
 
 def _result_dtypes(state: State, node: Node, colouring: Colouring) -> ValueDtype:
@@ -78,9 +79,8 @@ def _under_autocast(state: State, node: Node) -> ValueDtype:
         return state.original[node]
 
 
-def _wider(state: State, node: Node, colouring: Colouring) -> Iterator[Colouring]:
+def _wider(state: State, colouring: Colouring, floats: list[ops.Operand]) -> Iterator[Colouring]:
     """Yield a decision with all floats cast to the widest dtype of them, and one with all cast to FP32."""
-    floats = [o for o in ops.operands(node) if state.dtypes[o.node] in ELIGIBLE]
     if not floats:
         return
     dtypes: list[Any] = [state.dtypes[o.node] for o in floats]
@@ -93,11 +93,8 @@ def _wider(state: State, node: Node, colouring: Colouring) -> Iterator[Colouring
         yield replace(colouring, dtype=dtype, reason=reason, operand_dtypes=casts, settled=settled)
 
 
-def _captured(state: State, node: Node, colouring: Colouring) -> Colouring:
+def _captured(state: State, node: Node, colouring: Colouring, floats: list[ops.Operand]) -> Colouring:
     """Return a decision with the operands in their captured dtypes, for an op that fake tensors cannot run."""
-    floats = [o for o in ops.operands(node) if state.dtypes[o.node] in ELIGIBLE]
-    if not floats:
-        return colouring
     before = {o: d if (d := state.original[o.node]) in ELIGIBLE else torch.float32 for o in floats}
     casts = operand_casts(state.dtypes, floats, before.__getitem__)
     why = (Code.KEEP if casts else Code.AS_WRITTEN)("fake tensors cannot run it")
@@ -106,14 +103,7 @@ def _captured(state: State, node: Node, colouring: Colouring) -> Colouring:
 
 
 def fit_numbers(state: State, site: Site, colouring: Colouring, dtypes: ValueDtype) -> tuple[Colouring, ValueDtype]:
-    """Replace a number that the low dtype cannot hold, or keep the node in FP32; return the dtypes of the results too.
-
-    Args:
-        state: a node that writes in place gets its target pinned, for the next run.
-        site: the call.
-        colouring: what was decided on it.
-        dtypes: those of its results.
-    """
+    """Replace a number that the low dtype cannot hold, or keep the node in FP32; return the results' dtypes too."""
     if colouring.dtype not in LOW_DTYPES or colouring.kind in (KEEP, "cast"):
         return colouring, dtypes
     low, numbers, constants = colouring.dtype, list(literals.numbers(site.node)), state.extremes.constants

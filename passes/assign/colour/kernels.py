@@ -18,44 +18,35 @@ from ..._torch import pytree
 from ...contract.devices import DEVICES
 from ...contract.errors import PolicyError
 from ...graph.aliases import may_write
-from ...graph.values import ELIGIBLE, concrete, module_path, source
+from ...graph.values import ELIGIBLE, concrete, described, run
 from ...ops import ops
-from ...ops.rules import is_registered, row_of
+from ...ops.facts import lacks_low
+from ...ops.rules import Rule, is_registered
+from .state import State
 
 
-def runs_in(
-    node: Node, dtype: torch.dtype, device: str, dtype_of: Callable[[Node], Any], tried: dict[Any, bool]
-) -> bool:
-    """Say whether an op runs with its floating operands in this dtype; True if that cannot be tried.
+def lacks_low_kernel(state: State, node: Node, row: Rule, low: torch.dtype) -> bool:
+    """Say whether the device has no low kernel for an op: its row says so, or the op fails where it is tried.
 
     The op runs on zeros of the sizes in the graph, and the random state is restored. If the op fails in the original
     dtypes too, nothing is known about the low one.
-
-    Args:
-        node: a call.
-        dtype: the low dtype.
-        device: where it is to run.
-        dtype_of: gives the dtype of a value.
-        tried: what was found for the same call of this graph before; added to.
     """
     name = ops.name(node)
-    if not (row_of(node).tries_low or "::" in name) or not DEVICES[device].is_here():
+    if lacks_low(node, row, state.device):
         return True
-    literals = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda n: None)
-    key = (name, dtype, device, repr(literals))
-    if key not in tried:
-        low = _runs(node, lambda n: dtype if dtype_of(n) in ELIGIBLE else None)
-        tried[key] = low or not _runs(node, lambda n: None)
-    return tried[key]
+    if not (row.tries_low or "::" in name) or not DEVICES[state.device].is_here():
+        return False
+    key = (name, low, repr(torch.fx.map_arg((node.args, dict(node.kwargs)), lambda n: None)))
+    if key not in state.lacking:
+        runs = _runs(node, lambda n: low if state.dtypes.get(n) in ELIGIBLE else None)
+        state.lacking[key] = not runs and _runs(node, lambda n: None)
+    return state.lacking[key]
 
 
 def refuse_untold_writes(graph: Graph, device: str) -> None:
     """Run each op that has a registered rule once, in the original dtypes, and see whether it writes to its operands.
 
     A cast of an operand would be written instead, and the model would not see it.
-
-    Raises:
-        PolicyError: it does, and neither its schema nor its rule says so; names the rule, the node and the way out.
     """
     tried: set[Any] = set()
     for node in graph.nodes:
@@ -68,7 +59,7 @@ def refuse_untold_writes(graph: Graph, device: str) -> None:
         if written is not None:
             raise PolicyError(
                 f"register_rule({name!r}): the op writes to its operand {written.name}, and its schema does not say "
-                f"so: {name} ({source(node) or node.name}, module '{module_path(node)}'). Declare it, as with "
+                f"so: {described(node)}. Declare it, as with "
                 "custom_op(..., mutates_args=...), so that what it writes to is not a cast."
             )
 
@@ -93,7 +84,7 @@ def _runs(node: Node, dtype_of: Callable[[Node], torch.dtype | None]) -> bool:
     return True
 
 
-def _values(node: Node, dtype_of: Callable[[Node], torch.dtype | None], number: float) -> dict[Node, Any]:
+def _values(node: Node, dtype_of: Callable[[Node], torch.dtype | None], number: float) -> dict[Node, object]:
     """Return operands for a call, of the sizes in the graph: floats hold this number, integers zeros."""
 
     def filled(value: Any, dtype: torch.dtype | None) -> Any:
@@ -105,11 +96,6 @@ def _values(node: Node, dtype_of: Callable[[Node], torch.dtype | None], number: 
     return {n: pytree.tree_map(partial(filled, dtype=dtype_of(n)), n.meta["val"]) for n in node.all_input_nodes}
 
 
-def _call(node: Node, values: dict[Node, Any]) -> None:
-    args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
-    target: Any = node.target
+def _call(node: Node, values: dict[Node, object]) -> None:
     with torch.random.fork_rng(), torch.no_grad():
-        if node.op == "call_method":
-            getattr(args[0], target)(*args[1:], **kwargs)
-        else:
-            target(*args, **kwargs)
+        run(node, values.__getitem__)

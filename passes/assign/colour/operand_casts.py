@@ -15,8 +15,8 @@ from dataclasses import replace
 
 import torch
 
-from ...colouring import AS_AUTOCAST, Colouring, Position
 from ...contract.reasons import Code, Reason
+from ...form import AS_AUTOCAST, Colouring, Position
 from ...graph.aliases import may_write
 from ...graph.notes import note_of
 from ...graph.values import ELIGIBLE, LOW_DTYPES, Dtypes, ValueDtype, first_float

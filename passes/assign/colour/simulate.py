@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
-from ...colouring import Colouring
 from ...contract.reasons import Code
+from ...form import Colouring
 from ...graph.aliases import Aliases, is_opaque, may_write
 from ...graph.bodies import Body, Border
 from ...graph.notes import note_of
@@ -84,7 +84,8 @@ class Simulation(State):
             return note_of(value).leaves_as or self.original[value]
         ours, autocast = note_of(value).low_of_its_own or self.dtypes[value], self.under_autocast(value)
         if isinstance(ours, torch.dtype) and isinstance(autocast, torch.dtype) and {ours, autocast} <= {*ELIGIBLE}:
-            return autocast if self.policy.output_dtype == "autocast" else torch.promote_types(ours, autocast)
+            low = {ours, autocast} <= {*LOW_DTYPES}  # of the two neither is wider
+            return autocast if low or self.policy.output_dtype == "autocast" else torch.promote_types(ours, autocast)
         return ours
 
     def _pin_conflicts(self) -> bool:

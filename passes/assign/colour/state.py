@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from ...colouring import Colours
-from ...contract.policy import Policy, names_nodes
+from ...contract.policy import Policy
+from ...form import Colours
+from ...graph.aliases import Aliases
 from ...graph.bodies import Border
 from ...graph.islands import islands
-from ...graph.values import Aliases, Dtypes, Infer, ValueDtype, keys
+from ...graph.values import Dtypes, Inference, ValueDtype, keys
 from ...ops import ops
 from ...ops.rules import Rule
 from .extremes import Extremes
@@ -25,12 +26,9 @@ Stacks = Mapping[Node, Sequence[tuple[str, tuple[str, ...]]]]
 
 @dataclass(frozen=True)
 class Site:
-    """A call to decide on, and its row of the op table.
+    """A call to decide on, the name of its op, and the row of that.
 
     Attributes:
-        node: the call.
-        name: its op.
-        row: the row of that op.
         kind: the kind by which it is coloured: at first that of the row on the device.
         floats: its floating operands, and those of unknown dtype.
         low: the low dtype here; an autocast region in the model's code may choose another one.
@@ -54,7 +52,7 @@ class State:
     Attributes:
         autocast: decide as torch's dispatcher does under autocast, and nothing else.
         stacks: the modules that each node was made in.
-        named: the key of each node, if the policy names nodes by it.
+        named: the key of each node, if the policy may name nodes by it.
         border: the dtypes at the edges of the graph.
         aggressive: the level goes beyond autocast.
         pinned: representatives of alias sets that must stay FP32; they are kept from one run to the next.
@@ -64,11 +62,11 @@ class State:
         bodies: the runs through the bodies of higher-order ops.
         upcast: values that the user has upcast, and results of ops that only move them.
         extremes: values that the low dtype cannot hold.
-        tried: whether calls of this graph have a low kernel; not shared, so that no plan depends on another.
+        lacking: whether calls of this graph lack a low kernel; not shared, so that no plan depends on another.
     """
 
     def __init__(
-        self, policy: Policy, graph: Graph, original: Dtypes, infer: Infer, aliases: Aliases,
+        self, policy: Policy, graph: Graph, original: Dtypes, infer: Inference, aliases: Aliases,
         *, autocast: bool = False, stacks: Stacks | None = None, border: Border | None = None,
         reference: State | None = None,
     ) -> None:  # fmt: skip
@@ -76,8 +74,8 @@ class State:
         self.autocast, self.stacks, self.border = autocast, stacks or {}, border or Border()
         self.device = policy.device or "cpu"
         self.low: Any = policy.dtype
-        self.named = keys(graph.nodes) if names_nodes(policy) else {}
-        self.tried: dict[Any, bool] = {}
+        self.named = keys(graph.nodes) if policy.ops else {}
+        self.lacking: dict[Any, bool] = {}
         self.pinned = {aliases.find(v) for v in observed(graph) if original[v] == torch.float32}
         self.aggressive = not autocast and policy.level.stores_low
         self.islands = islands(graph) if self.aggressive else frozenset()

@@ -76,14 +76,9 @@ def uncopied_without_grad(graph: Graph, original: Dtypes) -> Iterator[Node]:
 def meaning(
     node: Node, original: Dtypes, dtypes: Dtypes, observed: torch.dtype | None = None, exact: bool = True
 ) -> Intent:
-    """Return what a cast means.
+    """Return what a cast means: `observed` is the dtype that it took in a capture under autocast, if there was one.
 
-    Args:
-        node: a cast.
-        original: the dtypes of all values as captured.
-        dtypes: the dtypes of the values that come before the cast.
-        observed: the dtype that the cast took in a capture under autocast, if there was one.
-        exact: values must be those of autocast; else more of them may be low.
+    If it is `exact`, values must be those of autocast; else more of them may be low.
     """
     value: Any = node.args[0]
     operand, baked, reference = dtypes.get(value), literal_dtype(node), dtype_reference(node)
@@ -111,7 +106,7 @@ def meaning(
     changes = original[value] != baked or baked != torch.float32
     if kind == "literal" or baked in LOW_DTYPES or (changes and kind != "relative"):
         return Intent(baked, True, Code.CAST("your code names this dtype"))
-    restored = None if exact and observed is not None else _restores(node, dtypes)
+    restored = None if exact and observed is not None else _restores(node, original, dtypes)
     if observed is not None:
         return Intent(restored or observed, False, Code.CAST(_NOTHING))
     relative, unknown = "takes the dtype of another tensor", "intent unknown: it keeps its operand's dtype"
@@ -124,8 +119,11 @@ def _kind(node: Node) -> str:
     return note_of(node).cast or ("literal" if node.op == "call_method" else "undecided")
 
 
-def _restores(node: Node, dtypes: Dtypes) -> torch.dtype | None:
-    """Return the dtype that the nearest upcast before this cast, in the same module, was made from."""
+def _restores(node: Node, original: Dtypes, dtypes: Dtypes) -> torch.dtype | None:
+    """Return the dtype that the nearest upcast before this cast, in the same module, was made from.
+
+    An upcast of a value that is low as captured does not count: what restores its dtype would name that one.
+    """
     path, visited, front = module_path(node), {node}, [node]
     while front:
         nearer: list[Node] = []
@@ -134,7 +132,7 @@ def _restores(node: Node, dtypes: Dtypes) -> torch.dtype | None:
                 continue
             visited.add(n)
             value: Any = n.args[0] if n.args else None
-            upcasts = literal_dtype(n) == torch.float32 and _kind(n) != "relative"
+            upcasts = literal_dtype(n) == torch.float32 == original.get(value) and _kind(n) != "relative"
             dtype = dtypes.get(value)
             if upcasts and isinstance(dtype, torch.dtype) and dtype in ELIGIBLE:  # else it was no upcast
                 return dtype

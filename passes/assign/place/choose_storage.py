@@ -20,16 +20,15 @@ import torch
 from networkx import NetworkXUnbounded
 from torch.fx import Node
 
-from ...colouring import Colouring, Colours, Position
-from ...contract.dtypes import dtype_name
+from ...contract.costs import Penalties, Timer
 from ...contract.errors import PlanError, VerificationError
-from ...contract.penalties import Penalties
 from ...contract.plan import Plan
 from ...contract.plan_format import REMEDY
+from ...contract.policy import dtype_name
 from ...contract.reasons import Code
-from ...contract.timing import Timer
+from ...form import Colouring, Colours, Position
 from ...graph.grad import requires_grad
-from ...graph.values import ELIGIBLE, Dtypes, ValueDtype, dtype_reference, first_float, keys
+from ...graph.values import ELIGIBLE, Dtypes, ValueDtype, dtype_reference, first_float, keys, recast
 from ...ops import ops
 from ...ops.rules import LOW, row_of
 from ..colour.operand_casts import operand_casts
@@ -45,17 +44,8 @@ def choose_storage(
 ) -> tuple[Colours, Dtypes]:
     """Choose the dtype of every free value by minimum cut; return the decisions and the dtypes of all values.
 
-    With a plan to replay, its colours are taken: the cut depends on sizes, and another example may have others.
-
-    Args:
-        simulation: what was decided so far.
-        plan: one to replay.
-        timer: gives measured costs, in place of bytes.
-        penalties: what errors cost beside.
-
-    Raises:
-        PlanError: the plan stores a value low that a reader needs in FP32.
-        VerificationError: no placement is possible, which is a bug.
+    With a plan to replay, its colours are taken: the cut depends on sizes, and another example may have others. A timer
+    gives measured costs, in place of bytes.
     """
     grad, device = requires_grad(simulation.graph), simulation.device
     free = free_nodes(simulation, grad)
@@ -92,9 +82,7 @@ def _placed(low_side: set[Variable], uses: Uses, costs: ByteCosts) -> tuple[Colo
     """Return the decisions and the dtypes of all values, with the free values where the cut stores them."""
     simulation, dtypes = uses.simulation, dict(uses.simulation.dtypes)
     for node in uses.free:
-        side, dtype = simulation.low if node in low_side else torch.float32, dtypes[node]
-        # In a tuple only the dtypes that autocast casts change.
-        dtypes[node] = tuple(side if d in ELIGIBLE else d for d in dtype) if isinstance(dtype, tuple) else side
+        dtypes[node] = recast(dtypes[node], simulation.low if node in low_side else torch.float32)
     colours = {
         node: _compared(node, colouring, dtypes)
         if uses.takes_either(node)

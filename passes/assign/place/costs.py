@@ -21,8 +21,8 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from ..._torch import OpOverload
+from ...contract.costs import Call, Filler, Timer
 from ...contract.devices import DEVICES
-from ...contract.timing import Call, Filler, Timer
 from ...graph.values import concrete_size
 from ...ops import ops
 from ...ops.rules import row_of

@@ -26,7 +26,7 @@ from __future__ import annotations
 import enum
 import itertools
 from collections import Counter
-from collections.abc import Container, Hashable, Iterable, Mapping
+from collections.abc import Container, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 
 import networkx as nx
@@ -133,11 +133,9 @@ def solve(problem: Problem) -> set[Variable]:
 
 
 def blocks(problem: Problem) -> list[tuple[Problem, Variable | None]]:
-    """Split a problem into parts that share at most one variable; fixed sides separate them.
+    """Split a problem into parts that share at most one variable, the leaves first; fixed sides separate them.
 
-    Returns:
-        Parts from the leaves to the root, each with its top: the one variable that it shares with a later part, or
-        None for a root. The cost of the top is counted in that later part.
+    Each has its top, the one variable that it shares with a later part, which counts its cost; None for a root.
     """
     graph: nx.Graph[Variable] = nx.Graph()
     graph.add_nodes_from(problem.low)
@@ -187,40 +185,32 @@ def _with_top(part: Problem, top: Variable, side: Variable) -> Problem:
 
 def _solve_part(problem: Problem) -> set[Variable]:
     graph: nx.DiGraph[Hashable] = nx.DiGraph()
-    graph.add_nodes_from(["source", "sink"])
+    graph.add_nodes_from(Side)
     for v in problem.low:
-        _edge(graph, "source", _vertex(v), problem.fp32[v])
-        _edge(graph, _vertex(v), "sink", problem.low[v])
+        _edge(graph, Side.LOW, v, problem.fp32[v])
+        _edge(graph, v, Side.FP32, problem.low[v])
     for i, net in enumerate(problem.nets):
         _add_net(graph, net, i)
     for v, w in problem.implies:
         if v != Side.FP32 and w != Side.LOW:
-            _infinite(graph, _vertex(v), _vertex(w))
-    residual = nx.algorithms.flow.boykov_kolmogorov(graph, "source", "sink")
-    fp32_side = _reaching("sink", residual)
-    return {v for v in problem.low if _vertex(v) not in fp32_side}
-
-
-_ENDS: Mapping[Variable, Hashable] = {Side.LOW: "source", Side.FP32: "sink"}
-
-
-def _vertex(v: Variable) -> Hashable:
-    """Return the vertex of a variable, or of a fixed side."""
-    return _ENDS.get(v, ("v", v))
+            _edge(graph, v, w, INFINITY)
+    residual = nx.algorithms.flow.boykov_kolmogorov(graph, Side.LOW, Side.FP32)
+    fp32_side = _reaching(Side.FP32, residual)
+    return {v for v in problem.low if v not in fp32_side}
 
 
 def _add_net(graph: nx.DiGraph[Hashable], net: Net, i: int) -> None:
     """Add the two vertices of a net, by which a cast of its tensor is paid once, and their edges."""
-    tensor, up, down = _vertex(net.tensor), ("up", i), ("down", i)
-    if tensor != "sink":
-        _edge(graph, tensor, up, net.up)
-    if tensor != "source":
-        _edge(graph, down, tensor, net.down)
+    up, down = ("up", i), ("down", i)
+    if net.tensor != Side.FP32:
+        _edge(graph, net.tensor, up, net.up)
+    if net.tensor != Side.LOW:
+        _edge(graph, down, net.tensor, net.down)
     for reader, alone in zip(net.readers, net.absorbs or itertools.repeat(None), strict=False):
-        if tensor != "sink" and reader != Side.LOW:
-            _edge(graph, up, _vertex(reader), INFINITY if alone is None else alone)
-        if tensor != "source" and reader != Side.FP32:
-            _infinite(graph, _vertex(reader), down)
+        if net.tensor != Side.FP32 and reader != Side.LOW:
+            _edge(graph, up, reader, INFINITY if alone is None else alone)
+        if net.tensor != Side.LOW and reader != Side.FP32:
+            _edge(graph, reader, down, INFINITY)
 
 
 def _reaching(sink: Hashable, residual: nx.DiGraph[Hashable]) -> set[Hashable]:
@@ -235,17 +225,8 @@ def _reaching(sink: Hashable, residual: nx.DiGraph[Hashable]) -> set[Hashable]:
     return reached
 
 
-def _infinite(graph: nx.DiGraph[Hashable], tail: Hashable, head: Hashable) -> None:
-    """Make an edge that no cut may sever, or remove the capacity of an existing one."""
-    graph.add_edge(tail, head)
-    graph.edges[tail, head].pop("capacity", None)
-
-
 def _edge(graph: nx.DiGraph[Hashable], tail: Hashable, head: Hashable, capacity: Cost) -> None:
-    """Add a capacity; parallel edges add up. To networkx an edge without a capacity is infinite."""
-    if capacity == INFINITY:
-        _infinite(graph, tail, head)
-        return
-    if capacity and not (graph.has_edge(tail, head) and "capacity" not in graph.edges[tail, head]):
+    """Add a capacity; parallel edges add up. No cut may sever an infinite one."""
+    if capacity:
         before = graph.edges[tail, head]["capacity"] if graph.has_edge(tail, head) else 0
         graph.add_edge(tail, head, capacity=before + capacity)

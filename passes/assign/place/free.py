@@ -13,26 +13,21 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from ...colouring import Colouring
+from ...form import Colouring
 from ...graph.aliases import may_alias
 from ...graph.literals import numbers
 from ...graph.notes import note_of
 from ...graph.values import ValueDtype, concrete_size, is_floating, literal_dtype
 from ...ops import ops
-from ...ops.facts import Facts, facts_of, lacks_low
+from ...ops.facts import Facts, facts_of
 from ...ops.rules import FOLLOW, FP32, LOW, PROMOTE, Rule, row_of
-from ..colour.kernels import runs_in
+from ..colour.kernels import lacks_low_kernel
 from ..colour.simulate import Simulation
 from .saturate import touched
 
 
 def free_nodes(simulation: Simulation, grad: frozenset[Node]) -> dict[Node, None]:
-    """Return the free nodes of a graph in order, including the items of free containers.
-
-    Args:
-        simulation: what was decided so far.
-        grad: the values that gradients flow through.
-    """
+    """Return the free nodes of a graph in order, including the items of free containers."""
     free: dict[Node, None] = {}
     low = touched(simulation.graph, simulation.dtypes) if simulation.aggressive else set()
     for node in simulation.graph.nodes:
@@ -53,14 +48,7 @@ def _is_free(simulation: Simulation, node: Node, grad: bool, low: bool) -> bool:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A node that has a colour, and its properties.
-
-    Attributes:
-        floats: the operands that are floating.
-        dtypes: theirs.
-        grad: gradients flow through it.
-        touched: it is low, or computed from a low value.
-    """
+    """A node that has a colour: its floating operands and their dtypes, whether gradients or low values reach it."""
 
     simulation: Simulation
     node: Node
@@ -118,8 +106,7 @@ def _is_insensitive(c: _Candidate) -> bool:
         and not any(o.node in extreme or o.node in state.upcast for o in c.floats)
         # A low value has touched it, or it only moves values: what is computed from FP32 alone stays FP32.
         and (c.touched or c.row.commutes != "")
-        and not lacks_low(c.node, c.row, state.device)
-        and runs_in(c.node, state.low, state.device, state.dtypes.get, state.tried)
+        and not lacks_low_kernel(state, c.node, c.row, state.low)
     )
 
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Node
 
-from ...colouring import Position
-from ...contract.penalties import Penalties
+from ...contract.costs import Penalties
+from ...form import Position
 from ...graph.aliases import mutated_operands
 from ...graph.grad import grad_modes, shares_cast, shares_storage
 from ...graph.values import ELIGIBLE, ValueDtype, keys
@@ -29,8 +29,6 @@ class Uses:
     """Who reads each value of a graph, at which operand, and in which dtype it must find it, as the simulation left it.
 
     Attributes:
-        free: the nodes whose dtype is open.
-        grad: the values that gradients flow through.
         readers: for each value, who reads it, and at which operand.
         needs: the dtype that each operand of a node must have, given the node's present dtype.
     """

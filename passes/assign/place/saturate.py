@@ -17,9 +17,10 @@ from dataclasses import replace
 import torch
 from torch.fx import Graph, Node
 
-from ...colouring import Colours, Position
+from ...form import Colours, Position
+from ...graph.aliases import mutated_operands
 from ...graph.notes import is_parameter, note_of
-from ...graph.values import LOW_DTYPES, Dtypes, is_floating, mutated_operands
+from ...graph.values import LOW_DTYPES, Dtypes, is_floating
 from ...ops import ops
 from ...ops.rules import row_of
 from ..colour.simulate import Simulation
@@ -37,13 +38,7 @@ def touched(graph: Graph, dtypes: Dtypes) -> set[Node]:
 
 
 def saturate(simulation: Simulation, colours: Colours, dtypes: Dtypes) -> Colours:
-    """Return the decisions with the operands marked that have to be brought into range before they are cast.
-
-    Args:
-        simulation: what was decided before values were placed.
-        colours: the decisions since.
-        dtypes: how values are stored.
-    """
+    """Return the decisions on placed values with the operands marked that a cast down has to bring into range first."""
     if not simulation.aggressive:
         return colours
     by_autocast, unbounded = _rounded_by_autocast(simulation), _unbounded(simulation)
@@ -70,16 +65,13 @@ def _rounded_by_autocast(simulation: Simulation) -> set[tuple[Node, Position]]:
     if reference is None:
         return operands
     moved: set[Node] = set()  # low values of which every read is one that autocast casts down
-    readers: dict[Node, list[tuple[Node, Position]]] = {n: [] for n in simulation.graph.nodes}
-    for node in simulation.graph.nodes:
-        for o in ops.operands(node):
-            readers[o.node].append((node, o.place))
     for node in reversed(simulation.graph.nodes):
         casts = reference.colours[node].operand_dtypes if node in reference.colours else {}
         for o in ops.operands(node):
             if casts.get(o.place) in LOW_DTYPES or node in moved:
                 operands.add((node, o.place))
-        if row_of(node).commutes and readers[node] and operands.issuperset(readers[node]):
+        reads = {(reader, o.place) for reader in node.users for o in ops.operands(reader) if o.node is node}
+        if row_of(node).commutes and reads and reads <= operands:
             moved.add(node)
     return operands
 

@@ -1,4 +1,4 @@
-"""Ops that move, join, look up and write values."""
+"""Ops that move, join, look up and write values, and ops that make tensors: filled, counted or random."""
 
 from __future__ import annotations
 
@@ -7,27 +7,20 @@ from .row import FOLLOW, KEEP, PROMOTE, group, of
 # fmt: off
 ROWS = (
     *group(FOLLOW, FOLLOW, "moves values",
-        of("view permute t unsqueeze", commutes="both", may_alias="first", direct="default"),
-        of("reshape contiguous", commutes="both", may_alias="first", view=True, direct="default"),
-        of("flatten", commutes="both", may_alias="first", view=True, direct="using_ints"),
-        of("unflatten chunk", commutes="both", may_alias="first", view=True),
+        of("reshape contiguous flatten unflatten chunk", commutes="both", may_alias="first", view=True),
         of("view_as", out="first", commutes="both", may_alias="first", view=True),
         of("reshape_as", out="first", commutes="both", may_alias="first"),
-        of("transpose select unbind", commutes="both", may_alias="first", direct="int"),
-        of("""numpy_T mT movedim slice narrow split split_with_sizes unsafe_split unsafe_split_with_sizes
-            unsafe_chunk tensor_split hsplit vsplit dsplit diagonal ravel detach alias channel_shuffle""",
-            commutes="both", may_alias="first",
-        ),
-        of("squeeze", commutes="both", may_alias="first", direct="dim"),
+        of("""view permute t squeeze unsqueeze transpose select unbind numpy_T mT movedim slice narrow split
+            split_with_sizes unsafe_split unsafe_split_with_sizes unsafe_chunk tensor_split hsplit vsplit dsplit
+            diagonal ravel detach alias channel_shuffle""", commutes="both", may_alias="first"),
         of("""diag diag_embed diagflat linalg_diagonal clone roll flip fliplr flipud rot90 tril triu pixel_shuffle
             pixel_unshuffle native_channel_shuffle _reshape_alias""", commutes="both"),
         """adjoint as_strided lift lift_fresh constant_pad_nd _pad_circular fft_fftshift fft_ifftshift
         _unsafe_masked_index view_as_real""",
         of("mH matrix_H", may_alias="first"),
         of("atleast_1d atleast_2d atleast_3d", commutes="both", may_alias="all"),
-        of("expand", commutes="forward", may_alias="first", direct="default"),
         of("expand_as", out="first", commutes="forward", may_alias="first", view=True),
-        of("broadcast_to unfold", commutes="forward", may_alias="first"),
+        of("expand broadcast_to unfold", commutes="forward", may_alias="first"),
         of("""repeat tile reflection_pad3d repeat_interleave index index_select gather take take_along_dim
             masked_select _unsafe_index""", commutes="forward"),
         of("_pack_padded_sequence _pad_packed_sequence", out="float int"),
@@ -41,11 +34,8 @@ ROWS = (
         of("expand_copy unfold_copy", commutes="forward"),
     ),
     *group(PROMOTE, PROMOTE, "joins tensors",
-        of(
-            "cat",
-            widest="cpu", promotes_inside=True, casts_out=True, commutes="both", free_backward=True, direct="default",
-        ),
-        of("stack", widest="cpu", promotes_inside=True, casts_out=True, commutes="both"),
+        of("cat", promotes_inside=True, casts_out=True, commutes="both", free_backward=True),
+        of("stack", promotes_inside=True, casts_out=True, commutes="both"),
         of("hstack vstack dstack column_stack", casts_out=True, commutes="both"),
         of("row_stack", commutes="both"),
         "pad_sequence",
@@ -56,17 +46,14 @@ ROWS = (
         may_alias="all",
     ),
     *group(PROMOTE, PROMOTE, "writes one tensor into another",
-        of("index_put", same_dtype=True, widest="cuda", accumulates=("accumulate", True)),
-        of("_unsafe_index_put put", same_dtype=True, accumulates=("accumulate", True)),
-        of("index_add", same_dtype=True, accumulates=("",)),
-        of("index_copy", same_dtype=True, widest="cpu"),
+        of("index_put _unsafe_index_put put", same_dtype=True, accumulates=("accumulate", True)),
+        of("index_add scatter_add", same_dtype=True, accumulates=("",)),
         of("index_reduce", same_dtype=True, accumulates=("reduce", "prod", "mean")),
         of("index_fill slice_scatter select_scatter diagonal_scatter as_strided_scatter copy fill", out="first"),
         of("scatter", same_dtype=True, accumulates=("reduce", "add", "multiply")),
-        of("scatter_add", same_dtype=True, widest="cuda", accumulates=("",)),
         of("scatter_reduce", same_dtype=True, accumulates=("reduce", "sum", "prod", "mean")),
-        of("masked_scatter", same_dtype=True),
-        of("masked_fill", out="first", in_norm="arithmetic", direct="Scalar"),
+        of("index_copy masked_scatter", same_dtype=True),
+        of("masked_fill", out="first", in_norm="arithmetic"),
     ),
     *group(PROMOTE, PROMOTE, "looks values up",
         of("searchsorted bucketize", out="int"),
@@ -79,7 +66,6 @@ ROWS = (
     *group(FOLLOW, FOLLOW, "looks up rows: the table keeps its dtype; the rows are cast afterwards",
         "embedding",
         uncast="weight", out="first", out_of="weight", writes=("max_norm", None, None, "weight"),
-        direct="default",
     ),
     *group(KEEP, KEEP, "sparse layout",
         "to_sparse to_sparse_csr to_sparse_csc to_sparse_bsr to_sparse_bsc",
@@ -88,5 +74,32 @@ ROWS = (
     *group(FOLLOW, FOLLOW, "moves or sums the shards of a tensor between processes",
         "from_local to_local redistribute",
         shards=True,
+    ),
+    *group(FOLLOW, FOLLOW, "filled to the shape of its operand",
+        of("zeros_like ones_like empty_like new_zeros new_ones new_empty new_empty_strided", dtype_arg=True),
+        of("full_like new_full", dtype_arg=True, fills=True),
+        "zero",
+    ),
+    *group(KEEP, KEEP, "made with the dtype that is written",
+        of("""zeros ones empty eye hann_window hamming_window blackman_window bartlett_window kaiser_window
+            empty_strided empty_permuted fft_fftfreq fft_rfftfreq from_file""", dtype_arg=True),
+        of("full tensor scalar_tensor", dtype_arg=True, fills=True),
+        of("arange range", dtype_arg=True, counts=True),
+        of("linspace logspace", dtype_arg=True, exact=True),
+        of("tril_indices triu_indices", dtype_arg=True, out="int"),
+        of("as_tensor asarray", dtype_arg=True, may_alias="first"),
+        of("one_hot", out="int"),
+        of("bincount", out="integer"),
+        "combinations affine_grid_generator",
+    ),
+    *group(KEEP, KEEP, "random: another dtype draws another stream",
+        of("rand randn randint rand_like randn_like randint_like", dtype_arg=True, exact=True),
+        of("randperm", dtype_arg=True, exact=True, out="int"),
+        of("normal", dtype_arg=True, exact=True, redraws="always"),
+        of("uniform", redraws="2.13"),
+        """bernoulli poisson exponential geometric cauchy log_normal binomial _standard_gamma _sample_dirichlet
+        rrelu_with_noise""",
+        of("multinomial", out="int"),
+        of("random", redraws="always"),
     ),
 )

@@ -1,17 +1,19 @@
-"""Casts, and calls that compute nothing: metadata, assertions, and values that Python gets."""
+"""Casts, calls that compute nothing (metadata, assertions, values that Python gets), and calls with graphs inside."""
 
 from __future__ import annotations
 
 from .row import KEEP, group, of
 
+
+def _named(names: str) -> str:
+    return " ".join(f"higher_order::{name}" for name in names.split())
+
+
 # fmt: off
 ROWS = (
     *group(KEEP, KEEP, "a cast in your code",
-        of(
-            "to", dtype_arg=True, is_cast=True, may_alias="first", of_integers=True, in_norm="arithmetic",
-            direct="dtype",
-        ),
-        of("type_as", is_cast=True, may_alias="first", of_integers=True, direct="default"),
+        of("to", dtype_arg=True, is_cast=True, may_alias="first", of_integers=True, in_norm="arithmetic"),
+        of("type_as", is_cast=True, may_alias="first", of_integers=True),
         "chalf",
     ),
     *group(KEEP, KEEP, "gives Python a value, which must be the original one",
@@ -26,8 +28,8 @@ ROWS = (
 QUERIES = (
     *group(KEEP, KEEP, "reads a shape, a dtype or other metadata, and no values",
         of("getitem", asks="item", may_alias="first", commutes="both"),
-        of("getattr size stride dim numel is_contiguous", asks="shape", out=""),
-        of("sym_size sym_stride sym_numel sym_storage_offset", asks="shape", out=""),
+        of("""getattr size stride dim numel is_contiguous sym_size sym_stride sym_numel
+            sym_storage_offset""", asks="shape", out=""),
         of("is_floating_point is_complex element_size result_type", asks="dtype", out=""),
     ),
     *group(KEEP, KEEP, "chooses kernels of attention for a region of the program",
@@ -38,5 +40,22 @@ QUERIES = (
         "storage_offset get_device data_ptr tolist _assert_scalar",
         of("setitem", same_dtype=True),  # index_put, where an index is a tensor
         out="",
+    ),
+)
+# Higher-order ops.
+HIGHER_ORDER = (
+    *group(KEEP, KEEP, "calls one body over its operands",
+        of(_named("wrap"), operands_at=1),
+        of(_named("tag_activation_checkpoint wrap_activation_checkpoint"), operands_at=1, recomputed=True),
+        of(_named("invoke_subgraph"), operands_at=2),
+        bodies="entered",
+    ),
+    *group(KEEP, KEEP, "calls bodies that must agree, or that get their own outputs as inputs again",
+        _named("cond while_loop scan associative_scan map_impl map"),
+        bodies="fixed",
+    ),
+    *group(KEEP, KEEP, "runs its body in another mode",
+        of(_named("wrap_with_set_grad_enabled"), switches="grad"),
+        of(_named("wrap_with_autocast"), switches="autocast"),
     ),
 )

@@ -35,7 +35,6 @@ class Rule:
         cast_arguments: Arguments that are cast; () for every floating one.
         uncast: Arguments that are never cast to low: statistics, affine parameters, tables.
         same_dtype: The kernel rejects operands of different float dtypes, so all of them are cast to one.
-        widest: Devices on which "promote" means the widest dtype of all operands, including 0-dim ones.
         promotes_inside: The kernel accepts operands of several floating dtypes, and casts the narrower ones up as it
             reads them.
         absorbs_cast: With `dtype=float32` the op gives the same result for a low operand as for that operand cast to
@@ -65,11 +64,11 @@ class Rule:
         redraws: Whether the in-place op draws different numbers for another dtype, instead of rounding the same ones:
             "" (no), "always", or the last torch version that did.
         fills: The op makes a tensor filled with one number.
-        factory: The op makes a tensor without reading one, so symbolic tracing has to intercept it.
         counts: The op makes positions, whatever its operands are.
         of_integers: The op makes a float from integers, which may be a position.
         bounded: The op brings values of any size back into range.
         at_most: The largest absolute value that the op gives, whatever it is given; None where there is no such.
+        normalizes: The argument with the sizes that the op normalises over: numbers below the root of their product.
         limits: The op clamps a value to numbers among its arguments: "" (no), "bounds", or "from_one" if the number is
             the distance from zero and from one.
         holds_eps: The kernel holds its eps in FP32, whatever the dtypes of its operands.
@@ -82,7 +81,6 @@ class Rule:
         tries_low: Whether it has a low kernel depends on the machine or on arguments, so it is tried.
         accumulates: For some arguments it sums or multiplies many values into one; ("",) for all.
         folds: Its kernel is chosen by whether the weight requires gradients.
-        direct: Overloads for which torch has a Python function that takes the same arguments in the same order.
         bodies: How the graphs in a higher-order op are compiled: "" (as they are), "fixed" (between the dtypes of the
             original), or "entered" (with the dtypes that its operands have here, if it is called only here).
         operands_at: Where in its arguments the operands of a body that is entered begin.
@@ -102,7 +100,6 @@ class Rule:
     cast_arguments: tuple[str, ...] = ()
     uncast: tuple[str, ...] = ()
     same_dtype: bool = False
-    widest: tuple[str, ...] = ()
     promotes_inside: bool = False
     absorbs_cast: bool = False
     casts_out: bool = False
@@ -123,11 +120,11 @@ class Rule:
     writes: tuple[Any, ...] = ()
     redraws: str = ""
     fills: bool = False
-    factory: bool = False
     counts: bool = False
     of_integers: bool = False
     bounded: bool = False
     at_most: float | None = None
+    normalizes: str = ""
     limits: str = ""
     holds_eps: bool = False
     in_norm: tuple[str, ...] = ()
@@ -137,7 +134,6 @@ class Rule:
     tries_low: bool = False
     accumulates: tuple[Any, ...] = ()
     folds: bool = False
-    direct: tuple[str, ...] = ()
     bodies: str = ""
     operands_at: int = 0
     recomputed: bool = False
@@ -158,7 +154,7 @@ class Rule:
 
 # The columns of a table of all ops; one op is shown with every column that says something.
 SUMMARY = (
-    "name", "cpu", "cuda", "reason", "sensitive", "uncast", "same_dtype", "widest", "casts_out", "dtype_arg", "out",
+    "name", "cpu", "cuda", "reason", "sensitive", "uncast", "same_dtype", "casts_out", "dtype_arg", "out",
     "commutes", "no_low", "since", "until",
 )  # fmt: skip
 
@@ -175,14 +171,9 @@ def of(names: str, **columns: Any) -> Entry:
 
 
 def group(cpu: str, cuda: str, reason: str, *entries: str | Entry, **shared: Any) -> tuple[Rule, ...]:
-    """Return the rows of ops of one kind.
+    """Return the rows of ops of one kind: names of ops, or what `of` returns, and the columns that all of them have.
 
-    Args:
-        cpu: Kind on a CPU.
-        cuda: Kind on CUDA.
-        reason: Why.
-        *entries: Names of ops, or what `of` returns.
-        **shared: Columns that all of them have. Words of a column that holds several are separated by spaces.
+    Words of a column that holds several are separated by spaces.
     """
     split = [(e, {}) if isinstance(e, str) else e for e in entries]
     rows = [(name, _values(shared | own)) for names, own in split for name in names.split()]

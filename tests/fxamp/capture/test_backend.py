@@ -408,6 +408,17 @@ def test_a_composite_in_a_region_runs_where_the_region_alone_made_its_operands_o
     assert torch.allclose(got.float(), model(example()).float(), rtol=0.02, atol=0.02)
 
 
+def test_of_two_low_dtypes_an_output_has_autocasts() -> None:
+    def f(self: Two, x: Tensor) -> Tensor:
+        return x @ x.mT
+
+    model, x = Two(f).eval(), example().half()
+    module: Any = torch.compile(model, backend=fxamp.backend("O1,dtype=bf16", "eager"))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(module(x), model(x))
+        assert module(x).dtype == BF16
+
+
 # Bad input.
 
 

@@ -11,7 +11,7 @@ import torch
 
 from fxamp.measure import cost_cache, timing
 from fxamp.measure.timing import ENOUGH, SWEEPS, OpTimer
-from passes.contract.timing import Call, Filler
+from passes.contract.costs import Call, Filler
 
 X = Filler((2, 3), (3, 1), torch.float32, True)
 

@@ -80,7 +80,7 @@ def test_the_lines_whose_casts_move_most_bytes_come_first(report: Report) -> Non
 
 def test_outputs_are_a_line_of_their_own_so_that_all_bytes_are_somewhere(report: Report) -> None:
     assert report.record is not None
-    casts = [c for n in report.record.nodes for c in n.casts] + list(report.record.output_casts)
+    casts = [c for n in report.record.nodes for c in n.casts] + list(report.record.states[0].output_casts)
     assert sum(c.bytes or 0 for c in casts) == report.record.totals.cast_bytes
     (output,) = [line for line in found(report) if line["line"] == "(outputs)"]
     assert (output["casts"], output["MB cast"]) == ("1", f"{3 * 2 * 6 / 1e6:.3g}")

@@ -17,13 +17,14 @@ import fxamp
 from fxamp.capture import compiled
 from fxamp.measure.counts import saved_bytes
 from fxamp.report.reader import record_of
-from fxamp.report.record.record import SCHEMA, Record, schema
+from fxamp.report.record.record import Record
 from fxamp.report.record.sizes import sizes_of
 from passes.contract.errors import PlanError
 from passes.graph.notes import is_inserted
 from reports.subjects import compiled as convert_subject
 from reports.subjects import converted, subject, unchanged
 from reports.zoo import BY_NAME
+from tests.support.records import SCHEMA, schema
 
 ROOT = Path(fxamp.__file__).parent.parent
 MODELS = ("lenet5", "hf_bert", "resnet18", *(pytest.param(n, marks=pytest.mark.matrix) for n in ("vit", "hf_gpt2")))
@@ -35,7 +36,9 @@ def test_what_is_kept_for_backward_is_what_a_step_keeps(name: str, policy: str) 
     found = subject(name)
     found.model.train()
     module = convert_subject(found, policy)  # one of its own: its first graph is that of training
-    predicted = sum(size.saved_bytes for size in sizes_of(fxamp.graphs(module)[0]).values())
+    sizes = sizes_of(fxamp.graphs(module)[0])
+    assert sizes is not None
+    predicted = sum(size.saved_bytes for size in sizes.values())
     with unchanged(found.model):
         counted = saved_bytes(lambda: module(*found.args, **found.kwargs))
     assert predicted == pytest.approx(counted, rel=0.01)

@@ -212,7 +212,8 @@ def test_a_step_is_taken_back_to_the_bit(make: Callable[[Any], Optimizer]) -> No
         for m, o in ((model, optimizer), (twin, other)):
             o.zero_grad()
             loss_times(m(X), factor).backward()
-        update.step_or_restore(optimizer, torch.tensor(found))
+        changes = [*model.parameters(), *update.state_of(optimizer)]
+        update.step_or_restore(optimizer.step, changes, torch.tensor(found))
         if not found:
             other.step()
         assert all(map(torch.equal, model.parameters(), twin.parameters()))

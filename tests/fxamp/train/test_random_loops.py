@@ -1,15 +1,16 @@
 """Random runs of a TrainStep against a loop written by hand with torch.autocast and GradScaler: the same bits at O1.
 
-And twenty faults planted in TrainStep, each of which some of these runs shows.
+A run that is resumed goes on in a new process. And twenty faults planted in TrainStep, each of which some of these runs
+shows.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 import math
 import random
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.optim import SGD, AdamW, Optimizer, lr_scheduler
+from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fxamp
@@ -31,6 +32,11 @@ from fxamp.view import copies as copies_file
 from fxamp.view.copies import Copies
 from fxamp.view.view import runner_of
 from passes.contract.errors import PolicyError
+from tests.fxamp.train.test_edges import SCHEDULERS
+from tests.support.processes import in_another_process
+
+# Of a loop whose first step is skipped, and of schedulers that are made of others.
+pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step()`")
 
 SETTINGS: dict[str, tuple[Any, ...]] = {
     "low": (torch.bfloat16, torch.float16),
@@ -38,13 +44,13 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "accumulate": (1, 2, 3),
     "clip": (None, 0.05),
     "optimizers": ("adamw", "sgd", "both", "fused"),
-    "scheduler": (None, "exponential", "cosine", "chained"),
+    "scheduler": (None, *SCHEDULERS),
     "ema": (False, True),
     "overflow": (False, True),
     "resume": (False, True),
     "flush": (False, True),
 }
-MICRO_BATCHES = 13
+MICRO_BATCHES, STOP = 13, 7  # where a run is stopped that goes on in another process
 
 
 class Net(nn.Module):
@@ -81,14 +87,7 @@ def optimizers_of(model: Net, run: dict[str, Any]) -> list[Optimizer]:
 
 
 def schedulers_of(optimizers: list[Optimizer], run: dict[str, Any]) -> list[Any]:
-    make: dict[str, Callable[[Optimizer], Any]] = {
-        "exponential": lambda o: lr_scheduler.ExponentialLR(o, 0.8),
-        "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 5),
-        "chained": lambda o: lr_scheduler.ChainedScheduler(
-            [lr_scheduler.ConstantLR(o, 0.5, 3), lr_scheduler.ExponentialLR(o, 0.9)]
-        ),
-    }
-    return [] if run["scheduler"] is None else [make[run["scheduler"]](o) for o in optimizers]
+    return [] if run["scheduler"] is None else [SCHEDULERS[run["scheduler"]](o) for o in optimizers]
 
 
 def parts(run: dict[str, Any]) -> tuple[Net, list[Optimizer], list[Any], AveragedModel | None]:
@@ -149,39 +148,60 @@ def by_hand(run: dict[str, Any]) -> list[list[Tensor]]:
     return out
 
 
-def by_step(run: dict[str, Any]) -> list[list[Tensor]]:
-    """Train by a TrainStep, which may be saved and go on as another in the middle of a window."""
+class Run:
+    """A TrainStep for a run, from its first micro-batch on or from a state."""
 
-    def made() -> tuple[TrainStep, Net, list[Optimizer], AveragedModel | None]:
-        model, optimizers, schedulers, ema = parts(run)
-        view = fxamp.convert(model, policy=fxamp.Policy("O1", dtype=run["low"]))
+    def __init__(self, run: dict[str, Any]) -> None:
+        self.run, self.out = run, list[list[Tensor]]()
+        self.model, self.optimizers, schedulers, self.ema = parts(run)
+        view = fxamp.convert(self.model, policy=fxamp.Policy("O1", dtype=run["low"]))
         scaler = fxamp.LossScaler(init_scale=2.0**10, growth_interval=2) if run["low"] == torch.float16 else None
-        made_of = {"scheduler": schedulers or None, "ema": ema, "weights": run["weights"]}
-        step = TrainStep(
-            view, lambda o, t: F.cross_entropy(o, t[0]) * t[1], optimizers, scaler=scaler,
+        made_of = {"scheduler": schedulers or None, "ema": self.ema, "weights": run["weights"]}
+        self.step = TrainStep(
+            view, lambda o, t: F.cross_entropy(o, t[0]) * t[1], self.optimizers, scaler=scaler,
             accumulate_steps=run["accumulate"], max_grad_norm=run["clip"], **made_of,
         )  # fmt: skip
-        return step, model, optimizers, ema
 
-    step, *rest = made()
-    out = []
-    for i, (x, y, factor) in enumerate(batches(run)):
-        if run["resume"] and i == 7:
-            state = copy.deepcopy(step.state_dict())
-            step.close_window()
-            step, *rest = made()
-            step.load_state_dict(state)
-        if step(x, (y, factor)).reason != "accumulating":
-            out.append(shown(*rest, step.scaler.get_scale()))  # type: ignore[arg-type, call-arg]
-    if run["flush"] and step.position:
-        step.flush()
-        out.append(shown(*rest, step.scaler.get_scale()))  # type: ignore[arg-type, call-arg]
-    assert runner_of(step.model).entries  # the plan ran
-    return out
+    def train(self, first: int, last: int) -> None:
+        for x, y, factor in batches(self.run)[first:last]:
+            if self.step(x, (y, factor)).reason != "accumulating":
+                self.show()
+
+    def finish(self, first: int) -> list[list[Tensor]]:
+        """Train to the end, and return what there was after each window."""
+        self.train(first, MICRO_BATCHES)
+        if self.run["flush"] and self.step.position:
+            self.step.flush()
+            self.show()
+        assert runner_of(self.step.model).entries  # the plan ran
+        return self.out
+
+    def show(self) -> None:
+        self.out.append(shown(self.model, self.optimizers, self.ema, self.step.scaler.get_scale()))
 
 
-def differs(run: dict[str, Any]) -> bool:
-    ours, theirs = by_step(run), _expected(run["seed"])
+def resume(run: dict[str, Any], file: str) -> None:
+    """Go on from the state in a file, and leave there what there was after each window."""
+    again = Run(run)
+    again.step.load(file)
+    torch.save(again.finish(STOP), file)
+
+
+def by_step(run: dict[str, Any], resumed: Callable[..., Any]) -> list[list[Tensor]]:
+    """Train by a TrainStep, which may be saved, in the middle of a window or not, and go on as another."""
+    begun = Run(run)
+    if not run["resume"]:
+        return begun.finish(0)
+    begun.train(0, STOP)
+    with tempfile.TemporaryDirectory() as folder:
+        begun.step.save(file := f"{folder}/step.pt")
+        begun.step.close_window()
+        resumed(resume, run, file)
+        return [*begun.out, *torch.load(file)]
+
+
+def differs(run: dict[str, Any], resumed: Callable[..., Any] = in_another_process) -> bool:
+    ours, theirs = by_step(run, resumed), _expected(run["seed"])
     if len(ours) != len(theirs):
         return True
     return not all(len(a) == len(b) and all(map(_same, a, b)) for a, b in zip(ours, theirs, strict=True))
@@ -343,7 +363,7 @@ def test_some_run_shows_a_planted_fault(fault: str, monkeypatch: pytest.MonkeyPa
 
     def shows(seed: int) -> bool:
         try:
-            return differs(chosen(seed))
+            return differs(chosen(seed), resumed=lambda go_on, *given: go_on(*given))  # where the fault is, too
         except (RuntimeError, PolicyError):
             return True
 

@@ -546,7 +546,7 @@ def test_unscale_refuses_trainable_low_parameters(dtype: torch.dtype, kind: str)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler.scale(model(torch.ones(2, 4, dtype=dtype)).sum()).backward()
     name = str(dtype).removeprefix("torch.")
-    message = rf"unscale {kind} gradients.*parameter 0 of group 0 \(shape \(3, 4\)\) \({name}\)"
+    message = rf"unscale {kind} gradients.*parameter 0 of group 0 \(shape \(3, 4\)\)' \({name}\)"
     with pytest.raises(PolicyError, match=message):
         scaler.step(optimizer)
 

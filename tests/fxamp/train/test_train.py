@@ -187,11 +187,12 @@ def test_flush_takes_the_mean_over_what_was_seen() -> None:
 
 
 @pytest.mark.usefixtures("eager_and_traced")
-def test_a_call_that_raises_abandons_its_window() -> None:
+def test_a_call_that_raises_abandons_its_window_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
     (a, step), (b, fresh) = make_step(accumulate_steps=2), make_step(accumulate_steps=2)
     step(X, scale=2.0)
     with pytest.raises(RuntimeError, match=r"shapes cannot be multiplied|same reduction dim"):
         step(torch.ones(2, 5))
+    assert "left a window after 1 of 2 micro-batches, whose gradients are gone" in caplog.text
     assert all(p.grad is None for p in a.parameters())
     for one in (step, fresh):
         assert one(X).scale == 8.0
@@ -363,7 +364,9 @@ def test_reduce_on_plateau_is_refused_with_the_way_out() -> None:
 
 def test_trainable_low_parameters_are_named_up_to_three() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).half(), nn.Linear(4, 1).bfloat16())
-    with pytest.raises(PolicyError, match=r"1.weight \(float16\), 1.bias \(float16\), 2.weight \(bfloat16\)\. Updates"):
+    with pytest.raises(
+        PolicyError, match=r"'1.weight' \(float16\), '1.bias' \(float16\), '2.weight' \(bfloat16\)\. Up"
+    ):
         TrainStep(model, None, SGD(model.parameters(), lr=0.1))
     model.requires_grad_(False)
     TrainStep(model, None, SGD(model.parameters(), lr=0.1))
@@ -405,15 +408,15 @@ def test_inputs_of_other_kinds_are_refused_with_the_way_out(inputs: Any) -> None
 def test_bad_losses_are_refused() -> None:
     model = nn.Linear(4, 1)
     optimizer = SGD(model.parameters(), lr=0.1)
-    with pytest.raises(PolicyError, match=r"tensor of one element, got shape \(2, 1\)"):
+    with pytest.raises(PolicyError, match=r"tensor of one element, not one of shape \(2, 1\)"):
         TrainStep(model, lambda output: output, optimizer)(X)
-    with pytest.raises(PolicyError, match="tensor of one element, got float"):
+    with pytest.raises(PolicyError, match="tensor of one element, not float"):
         TrainStep(model, lambda output: output.sum().item(), optimizer)(X)
     with pytest.raises(PolicyError, match="does not depend on any trainable parameter"):
         TrainStep(model, lambda output: output.sum().detach(), optimizer)(X)
     with pytest.raises(PolicyError, match="has no loss"):
         TrainStep(model, None, optimizer)(X)
-    with pytest.raises(PolicyError, match="a target was given but loss_fn is None"):
+    with pytest.raises(PolicyError, match=r"a target was given without loss= \(loss_fn of a TrainStep\)"):
         TrainStep(model, None, optimizer)(X, X)
     flexible = Flexible("none")
     with pytest.raises(PolicyError, match=r"the output \(dict\) has no loss"):

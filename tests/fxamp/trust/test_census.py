@@ -213,6 +213,27 @@ def test_what_inductor_compiled_is_compared_by_its_own_record() -> None:
     assert json.loads(found.to_json())["compiled"][0]["fused"] == compiled.fused
 
 
+class SeveralResults(nn.Module):
+    """Ops of which Inductor makes kernels of several results: places of maxima, and statistics of attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.last = nn.Conv2d(1, 8, 3, padding=1), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = nn.functional.max_pool2d(self.conv(x).relu(), 2).flatten(2).transpose(1, 2)[:, None].contiguous()
+        out: Tensor = self.last(nn.functional.scaled_dot_product_attention(tokens, tokens, tokens).mean((1, 2)))
+        return out
+
+
+def test_what_inductor_stores_beside_the_value_of_a_node_is_no_difference() -> None:
+    x = torch.randn(6, 1, 8, 8)
+    found = fxamp.census(fxamp.convert(SeveralResults(), (x,), policy=O1, backend="inductor"), x, Y, loss=CE)
+    assert found, said(found)
+    [compiled] = found.compiled
+    assert compiled.products >= 2
+
+
 def test_what_inductor_compiles_otherwise_than_planned_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from passes._torch import inner_backend as own
 
@@ -376,6 +397,34 @@ def test_a_census_leaves_everything_as_it_was(policy: str | None) -> None:
     assert all(torch.equal(t, state[n]) for n, t in model.state_dict().items())
     assert vars(model) == attributes
     assert torch.equal(torch.get_rng_state(), random)
+
+
+class AddsItsHookOnce(nn.Module):
+    """A model that adds a hook at its first call, and notes that it has, as those of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.installed = nn.Linear(8, 4), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.installed:
+            self.fc.register_forward_hook(lambda module, args, out: 2 * out)
+            self.installed = True
+        out: Tensor = self.fc(x)
+        return out
+
+
+@pytest.mark.parametrize("census_first", [False, True])
+@pytest.mark.parametrize("examples", [(), (X,)])
+def test_a_hook_that_the_first_call_adds_is_there_once(census_first: bool, examples: tuple[Tensor, ...]) -> None:
+    model = AddsItsHookOnce()
+    view = fxamp.convert(model, examples or None, policy="O0", check=False)
+    if census_first:
+        assert bool(fxamp.census(view, X))
+        assert not model.fc._forward_hooks
+        assert not model.installed
+    assert torch.equal(view(X), 2 * (X @ model.fc.weight.T + model.fc.bias))
+    assert len(model.fc._forward_hooks) == 1
 
 
 def test_a_step_that_raises_leaves_everything_as_it_was() -> None:

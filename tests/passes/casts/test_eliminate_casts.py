@@ -13,15 +13,15 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from fxamp.measure.counts import step_counts
-from passes.casts.eliminate_casts import eliminate_casts
+from passes.casts.eliminate_casts import EliminateCasts
 from passes.graph.notes import is_inserted, note_buffers
 from tests.support.exported import graph_of, plan_of
-from tests.support.graphs import as_it_stands, assert_rewrites, assert_unchanged, parse, random_inputs, render
+from tests.support.graphs import as_it_stands, assert_rewrites, assert_unchanged, parse, random_inputs, render, unit_of
 from tests.support.helpers import Two, example
 
 
 def eliminate(gm: GraphModule, share: str = "always") -> dict[str, int]:
-    return eliminate_casts(gm.graph, as_it_stands(gm), share)
+    return EliminateCasts(share)(unit_of(gm.graph, as_it_stands(gm)))
 
 
 def fired(**rules: int) -> dict[str, int]:

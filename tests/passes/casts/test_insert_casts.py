@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from passes.casts.insert_casts import insert_casts
-from passes.colouring import Assignment, Colouring
+from passes.casts.insert_casts import InsertCasts
 from passes.contract.reasons import Code
+from passes.form import Assignment, Colouring
 from passes.runtime.casts import cast_floating, cast_weight
-from tests.support.graphs import Builder, as_it_stands, normal, parse, random_inputs, render
+from tests.support.graphs import Builder, as_it_stands, normal, parse, random_inputs, render, unit_of
 
 BF16, F32 = torch.bfloat16, torch.float32
 aten = torch.ops.aten
@@ -41,7 +41,7 @@ def casts(edits: dict[str, int]) -> int:
 def check(before: str, after: str, edits: int, colours: dict[str, Any], **held: Any) -> GraphModule:
     """Check what insertion makes of a graph; it runs, and gives the dtypes that the text says."""
     gm = parse(before)
-    assert casts(insert_casts(gm.graph, coloured(gm, colours, held))) == edits
+    assert casts(InsertCasts()(unit_of(gm.graph, coloured(gm, colours, held)))) == edits
     assert render(gm.graph) == normal(after)
     gm.graph.lint()
     gm.recompile()
@@ -188,7 +188,7 @@ def test_a_relative_cast_spelled_as_a_name_becomes_one_that_can_hold_any_dtype(s
     gm = builder.finish(node)
     assignment = coloured(gm, {node.name: Colouring(BF16, "user_cast", TEST, set_dtype=BF16)})
     assignment.returned.clear()
-    insert_casts(gm.graph, assignment)
+    InsertCasts()(unit_of(gm.graph, assignment))
     gm.recompile()
     assert gm(torch.ones(2, 2, dtype=BF16))[0].dtype is BF16
 
@@ -202,7 +202,7 @@ def test_a_number_is_replaced_where_it_stands() -> None:
     literals = ((lowest, torch.finfo(BF16).min),)
     assignment = coloured(gm, {fill.name: Colouring(BF16, "follow", Code.LITERAL("test"), literals=literals)})
     assignment.returned.clear()
-    insert_casts(gm.graph, assignment)
+    InsertCasts()(unit_of(gm.graph, assignment))
     assert fill.args == (x, mask, torch.finfo(BF16).min)
 
 
@@ -226,7 +226,7 @@ def test_an_output_keeps_the_dtype_of_the_model_and_one_value_is_cast_once() -> 
     gm = parse("x: bf16[2]\nrelu: bf16[2] = relu(x)\nreturn relu, relu")
     assignment = as_it_stands(gm)
     assignment.returned[next(n for n in gm.graph.nodes if n.name == "relu")] = F32
-    assert casts(insert_casts(gm.graph, assignment)) == 1
+    assert casts(InsertCasts()(unit_of(gm.graph, assignment))) == 1
     gm.recompile()
     first, second = gm(torch.ones(2, dtype=BF16))
     assert first is second
@@ -238,7 +238,7 @@ def test_outputs_stay_low_when_the_policy_says_so() -> None:
     assignment = as_it_stands(gm)
     relu = next(n for n in gm.graph.nodes if n.name == "relu")
     assignment.original[relu], assignment.returned[relu] = F32, BF16
-    assert casts(insert_casts(gm.graph, assignment)) == 0
+    assert casts(InsertCasts()(unit_of(gm.graph, assignment))) == 0
 
 
 def test_an_output_that_is_an_input_stays_that_object() -> None:
@@ -253,7 +253,7 @@ def test_outputs_that_are_no_tensors_stay() -> None:
     size = builder.graph.call_function(aten.sym_size.int, (x, 0))
     size.meta["val"] = 2
     gm = builder.finish(size, None, 3.5)
-    insert_casts(gm.graph, as_it_stands(gm))
+    InsertCasts()(unit_of(gm.graph, as_it_stands(gm)))
     gm.recompile()
     assert gm(torch.ones(2)) == (2, None, 3.5)
 
@@ -262,7 +262,7 @@ def test_a_cast_belongs_to_its_reader() -> None:
     gm = parse("x: f32[2]\nrelu: f32[2] = relu(x)\nreturn relu")
     relu = next(n for n in gm.graph.nodes if n.name == "relu")
     relu.meta["nn_module_stack"] = {"k": ("block.act", nn.ReLU)}
-    insert_casts(gm.graph, coloured(gm, {"relu": {("self", 0): BF16}}))
+    InsertCasts()(unit_of(gm.graph, coloured(gm, {"relu": {("self", 0): BF16}})))
     assert relu.args[0].meta["nn_module_stack"] == relu.meta["nn_module_stack"]
 
 
@@ -285,7 +285,7 @@ def test_the_members_of_a_container_are_cast_when_the_graph_runs() -> None:
     gm = builder.finish(states)
     assignment = coloured(gm, {}, {states.name: (BF16, (BF16, torch.int64))})
     assignment.original[states] = assignment.returned[states] = (F32, (F32, torch.int64))
-    assert casts(insert_casts(gm.graph, assignment)) == 1
+    assert casts(InsertCasts()(unit_of(gm.graph, assignment))) == 1
     gm.recompile()
     first, (second, count) = gm(torch.ones(2, dtype=BF16))[0]
     assert (first.dtype, second.dtype, count.dtype) == (F32, F32, torch.int64)
@@ -304,7 +304,9 @@ def _layer_on_a_turned_input() -> GraphModule:
 
 def test_a_weight_keeps_requires_grad_where_a_kernel_is_chosen_by_it() -> None:
     gm = _layer_on_a_turned_input()
-    insert_casts(gm.graph, coloured(gm, {"linear": {("input", 0): BF16, ("weight", 0): BF16}}, {"linear": BF16}))
+    InsertCasts()(
+        unit_of(gm.graph, coloured(gm, {"linear": {("input", 0): BF16, ("weight", 0): BF16}}, {"linear": BF16}))
+    )
     gm.recompile()
     assert [n.target for n in gm.graph.nodes].count(cast_weight) == 1
     x = torch.randn(4, 2, 8)
@@ -320,7 +322,9 @@ def test_a_weight_keeps_requires_grad_where_a_kernel_is_chosen_by_it() -> None:
 
 def test_the_gradient_of_a_cast_weight_arrives_in_fp32() -> None:
     gm = _layer_on_a_turned_input()
-    insert_casts(gm.graph, coloured(gm, {"linear": {("input", 0): BF16, ("weight", 0): BF16}}, {"linear": BF16}))
+    InsertCasts()(
+        unit_of(gm.graph, coloured(gm, {"linear": {("input", 0): BF16, ("weight", 0): BF16}}, {"linear": BF16}))
+    )
     gm.recompile()
     gm(torch.randn(4, 2, 8))[0].sum().backward()
     gradient = gm.get_parameter("w").grad
@@ -330,7 +334,9 @@ def test_the_gradient_of_a_cast_weight_arrives_in_fp32() -> None:
 
 def test_getitem_of_a_tuple_is_never_handed_a_cast_tuple() -> None:
     gm = parse("x: f32[2, 4]\nhalves = chunk(x, 2, 1)\nfirst: f32[2, 2] = getitem(halves, 0)\nreturn first")
-    insert_casts(gm.graph, coloured(gm, {"halves": {("self", 0): BF16}}, {"halves": (BF16, BF16), "first": BF16}))
+    InsertCasts()(
+        unit_of(gm.graph, coloured(gm, {"halves": {("self", 0): BF16}}, {"halves": (BF16, BF16), "first": BF16}))
+    )
     first = next(n for n in gm.graph.nodes if n.target is operator.getitem)
     assert first.args[0].name == "halves"
 
@@ -346,5 +352,5 @@ def test_what_a_rewritten_argument_drops_is_not_cast() -> None:
     )
     given = Colouring(BF16, "cast", Code.CAST("it follows y"), {("other", 0): BF16}, set_dtype=BF16)
     assignment = coloured(gm, {"same": given}, {"same": BF16})
-    assert insert_casts(gm.graph, assignment)["operand"] == 0
+    assert InsertCasts()(unit_of(gm.graph, assignment))["operand"] == 0
     assert [n.name for n in gm.graph.nodes if n.op == "call_function"][:1] == ["same"]

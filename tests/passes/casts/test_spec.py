@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from passes.casts.verify import LAWS, broken, verify
-from passes.colouring import Assignment, Colouring
 from passes.contract.errors import VerificationError
 from passes.contract.reasons import Code
+from passes.form import Assignment, Colouring
 from passes.graph.aliases import mutated_operands
 from passes.graph.notes import CAST_OPERAND, is_inserted, note
 from passes.runtime.casts import CAST

@@ -11,15 +11,14 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from passes.assign.assign_precision import AssignPrecision
-from passes.casts.insert_casts import insert_casts
+from passes.casts.insert_casts import InsertCasts
 from passes.casts.verify import verify
-from passes.colouring import Assignment
 from passes.contract.errors import VerificationError
 from passes.contract.policy import Policy
-from passes.form import Unit
+from passes.form import Assignment, Unit
 from passes.graph.notes import is_inserted
 from passes.graph.values import Inference
-from tests.support.graphs import parse, residual_chain
+from tests.support.graphs import parse, residual_chain, unit_of
 
 BF16 = torch.bfloat16
 TEXT = """
@@ -35,7 +34,7 @@ TEXT = """
 def rewritten(gm: GraphModule) -> Assignment:
     """Colour a graph and insert its casts."""
     assignment = AssignPrecision(Policy("O1", dtype=BF16, device="cpu"))(Unit(gm.graph, gm.get_parameter))
-    insert_casts(gm.graph, assignment)
+    InsertCasts()(unit_of(gm.graph, assignment))
     return assignment
 
 

@@ -86,6 +86,15 @@ def test_one_key_in_two_graphs_is_two_nodes() -> None:
     assert Plan.from_json(plan.to_json()) == plan
 
 
+def test_a_plan_of_before_there_were_ranges_has_none() -> None:
+    plan = Plan((dataclasses.replace(decision("where#0"), ranges=("mask: -1e+09",)),), Policy())
+    assert Plan.from_json(plan.to_json()) == plan
+    assert "mask: -1e+09" in str(plan.decisions[0])
+    data = json.loads(plan.to_json()) | {"version": 6}
+    del data["decisions"][0]["ranges"]
+    assert Plan.from_json(json.dumps(data)).decisions[0].ranges == ()
+
+
 def test_one_key_twice_in_a_graph_is_refused() -> None:
     with pytest.raises(PlanError, match="two decisions have the key 'relu#0' in graph 0"):
         Plan((decision("relu#0"), decision("relu#0")), Policy())

@@ -15,18 +15,9 @@ from torch import library as operators
 from torch.fx import Graph
 
 from passes._torch import pytree
+from passes.graph.aliases import Aliases, mutated_operands
 from passes.graph.grad import grad_modes
-from passes.graph.values import (
-    Aliases,
-    keys,
-    literal_dtype,
-    module_path,
-    module_stack,
-    mutated_operands,
-    no_autocast,
-    original_dtypes,
-    source,
-)
+from passes.graph.values import keys, literal_dtype, module_path, module_stack, no_autocast, original_dtypes, source
 from passes.runtime.regions import grad_mode
 from tests.support.calls import call, x
 from tests.support.graphs import Builder, parse

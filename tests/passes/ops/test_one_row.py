@@ -16,8 +16,7 @@ from torch import nn
 
 from passes.ops import ops
 from passes.ops.rules import RULES
-from passes.ops.table.higher_order import HIGHER_ORDER
-from passes.ops.table.queries import QUERIES
+from passes.ops.table.queries import HIGHER_ORDER, QUERIES
 
 ROOT = Path(__file__).parents[3]
 ROOM = ROOT / "passes" / "ops"

@@ -47,12 +47,6 @@ def test_every_low_or_fp32_row_is_on_torchs_list_or_calls_only_what_is(device: s
     assert unlisted == set(IN_EFFECT[DEVICES[device].lists].split()) | ({"mkldnn_rnn_layer"} & unlisted)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_an_op_that_torch_promotes_takes_the_widest_dtype(device: str) -> None:
-    promoted = {n for n in listed(device) if rules.lookup(n, device)[1] == PROMOTE}
-    assert promoted == {n for n, r in RULES.items() if DEVICES[device].lists in r.widest} - {"inner"}
-
-
 def test_a_row_is_an_aten_op_or_a_function_of_torch() -> None:
     from torch.distributed.tensor import DTensor
 

@@ -224,7 +224,7 @@ def obeyed(rule: Rule, kind: str, args: Any) -> Any:
     if kind == FP32 and not (rule.dtype_arg and isinstance(args[1].get("dtype"), torch.dtype)):
         return cast(args, lambda i: torch.float32)
     held = {x.dtype for x in pytree.tree_leaves(args) if is_eligible(x)}
-    if kind == PROMOTE and len(held) > 1 and (rule.same_dtype or "cpu" in rule.widest):
+    if kind == PROMOTE and len(held) > 1 and rule.same_dtype:
         return cast(args, lambda i: torch.float32)
     return args
 

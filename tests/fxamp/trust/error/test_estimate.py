@@ -48,6 +48,24 @@ def test_autocast_is_predicted_as_o1_and_dead_parameters_are_listed() -> None:
     assert next(iter(found["O2"].by("module").values())) < 0.5
 
 
+@pytest.mark.parametrize("gradients", [True, False])
+def test_one_backward_a_batch_rounds_nothing_for_all_policies_and_one_rounds_for_each(gradients: bool) -> None:
+    backwards: list[Tensor] = []
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        made: Tensor = CE(output, target)
+        made.register_hook(backwards.append)
+        return made
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4))
+    batches = [(torch.randn(64, 8), torch.randint(4, (64,))) for _ in range(3)]
+    found = fxamp.estimate_error(model, batches=batches, loss=loss, gradients=gradients)
+    assert len(backwards) == len(batches) * (4 if gradients else 1)  # autocast rounds what O1 rounds
+    assert found["O3"].loss > 0
+    assert (found["O3"].gradient > 0) == gradients
+
+
 class Router(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import fxamp
 from fxamp.trust.error.emulation import Site
 from fxamp.trust.error.rounding import nearest, stochastic, ulp
-from fxamp.trust.error.runs import Subject
-from fxamp.trust.error.variances import variances
+from fxamp.trust.error.runs import POLICIES, Subject
+from fxamp.trust.error.variances import Unrounded, moved_by
 from fxamp.trust.given_step import GivenStep, given_step
 from reports.zoo import BY_NAME
 
@@ -64,11 +64,36 @@ def test_everything_is_as_before() -> None:
     before = {k: v.clone() for k, v in model.state_dict().items()}
     gradients: list[Any] = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
     random = torch.get_rng_state()
-    found = variances(model, zoo.inputs(2)[0], loss=zoo.loss, policies=("O1",))
-    assert sum(found["O1"].values()) > 0
+    found = fxamp.estimate_error(model, zoo.inputs(2)[0], loss=zoo.loss, policies=("O1",))
+    assert found["O1"].loss > 0
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))  # type: ignore[arg-type]
     assert torch.equal(random, torch.get_rng_state())
+
+
+def stepped(p: Tensor) -> None:
+    assert p.grad is not None
+    p.data.sub_(p.grad)
+
+
+@pytest.mark.parametrize("diagnose", [fxamp.estimate_error, fxamp.verify])
+def test_parameters_that_a_step_writes_are_as_before_after_many_steps(diagnose: Any) -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.a.weight.mul_(0.5)
+            out: Tensor = self.b(self.a(x)).mean()
+            return out
+
+    model = Writes()
+    model.b.weight.register_post_accumulate_grad_hook(stepped)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    diagnose(model, batches=[torch.randn(4, 8) for _ in range(3)], policies=("O1", "O2"))
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
 class Inside(nn.Module):
@@ -83,6 +108,21 @@ class Inside(nn.Module):
 
 def test_a_model_with_converted_parts_is_refused() -> None:
     with pytest.raises(fxamp.PolicyError, match="'part' is converted already"):
-        variances(Inside(), torch.randn(2, 8))
+        fxamp.estimate_error(Inside(), torch.randn(2, 8))
     with pytest.raises(fxamp.PolicyError, match="rounds nothing"):
-        variances(nn.Sequential(nn.Linear(8, 1), nn.Flatten(0)), torch.randn(1, 8), policies=["O0"])
+        fxamp.estimate_error(nn.Sequential(nn.Linear(8, 1), nn.Flatten(0)), torch.randn(1, 8), policies=["O0"])
+
+
+@pytest.mark.parametrize("name", ["hf_bert", "gpt"])
+def test_a_step_that_rounds_nothing_gives_each_policy_what_its_own_graphs_give(name: str) -> None:
+    whole = given(name, 1)
+    steps = Unrounded(Subject(whole), POLICIES)
+    assert list(steps.runs.values()) == [list(POLICIES)]
+    steps.run(next(iter(steps.runs)), whole.batches[0])
+    for policy in ("O2", "O3"):
+        expected = {moved.site.place: moved for moved in moved_by(Subject(whole), policy)}
+        got = {moved.site.place: moved for moved in steps.moved(policy)}
+        assert got.keys() == expected.keys()
+        for place, moved in expected.items():
+            assert got[place].variance == pytest.approx(moved.variance, rel=1e-3, abs=1e-18), (policy, place)
+            assert got[place].signed == pytest.approx(moved.signed, rel=1e-2, abs=1e-7), (policy, place)

@@ -54,6 +54,38 @@ def test_ranges_are_those_of_the_model_in_fp32() -> None:
     assert all(held.not_finite == 0 for held in (*found.values.values(), *found.gradients.values()))
 
 
+@pytest.mark.parametrize("affine", [True, False])
+def test_norms_are_bounded_by_their_size_and_their_weights(affine: bool) -> None:
+    class Norms(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.rms = nn.LayerNorm(8, elementwise_affine=affine), nn.RMSNorm(8, elementwise_affine=affine)
+            self.last = nn.Linear(8, 4)
+
+        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+            normed = self.rms(self.layer(x * 1e4)) + nn.functional.layer_norm(x, (8,), scale * 2)
+            out: Tensor = self.last(normed.softmax(-1))
+            return out
+
+    model = Norms()
+    if affine:
+        nn.init.uniform_(model.layer.weight, -3, 3)
+        nn.init.uniform_(model.layer.bias, -2, 2)
+        nn.init.constant_(model.rms.weight, -0.5)
+    spike = torch.zeros(2, 8).index_fill(1, torch.tensor([3]), 1.0)  # as far from the others as can be
+    found = fxamp.calibrate(model, (spike, torch.rand(8)), loss=mean_square)
+    weight, bias = (float(p.detach().abs().max()) for p in model.layer.parameters()) if affine else (1.0, 0.0)
+    assert found.values["layer/layer_norm#0"].bound == pytest.approx(8**0.5 * weight + bias)
+    assert found.values["rms/rms_norm#0"].bound == pytest.approx(8**0.5 * (0.5 if affine else 1.0))
+    for key in ("layer/layer_norm#0", "rms/rms_norm#0"):
+        held = found.values[key]
+        assert held.largest is not None
+        assert held.bound is not None
+        assert held.largest <= held.bound
+    assert found.values["/layer_norm#0"].bound is None  # its weight is computed
+    assert found.values["/softmax#0"].bound == 1.0
+
+
 def test_what_fp16_rounds_to_0_is_counted_in_shares_with_the_loss_scale() -> None:
     class Small(nn.Module):
         def __init__(self) -> None:

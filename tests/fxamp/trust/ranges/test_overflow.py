@@ -204,6 +204,24 @@ def test_what_is_planted_is_found_and_cured(name: str, ahead: bool, policy: str)
         assert fxamp.find_overflow(again, X, loss=mean_square) is None
 
 
+@pytest.mark.parametrize(
+    ("planted", "scale", "steps"), [(lambda h: h, 1.0, 1), (scaled, 1.0, 2), (root, 1.0, 3), (lambda h: h, 2.0**22, 4)]
+)
+def test_an_overflow_is_found_in_one_step_and_cured_in_few_more(
+    planted: Callable[[Tensor], Tensor], scale: float, steps: int
+) -> None:
+    ran = []
+
+    def loss(output: Tensor) -> Tensor:
+        ran.append(output)
+        return mean_square(output)
+
+    view = fxamp.convert(Net(planted), (X,), policy=O1, check=False)
+    found = fxamp.find_overflow(view, X, loss=loss, scale=scale)
+    assert (found is not None and bool(found.fp32)) == (steps in (2, 4))
+    assert len(ran) == steps
+
+
 # Elsewhere than in a view.
 
 

@@ -10,11 +10,11 @@ from torch.fx import Node
 
 from passes import compile_graph
 from passes.assign.place.costs import ROUND_TRIPS, ByteCosts, MeasuredCosts, Run, round_trips
+from passes.contract.costs import Call, Filler
 from passes.contract.devices import DEVICES
 from passes.contract.errors import PolicyError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy
-from passes.contract.timing import Call, Filler
 from passes.graph.grad import requires_grad
 from passes.graph.notes import note
 from tests.support.graphs import parse

@@ -18,11 +18,12 @@ from fxamp.view.view import runner_of
 from passes import compile_graph
 from passes.assign.colour.simulate import Simulation
 from passes.assign.place import choose_storage as placing
+from passes.contract.costs import Penalties
 from passes.contract.errors import VerificationError
-from passes.contract.penalties import Penalties
 from passes.contract.reasons import Code
+from passes.graph.aliases import Aliases
 from passes.graph.notes import is_inserted, note
-from passes.graph.values import ELIGIBLE, Aliases, Inference, original_dtypes
+from passes.graph.values import ELIGIBLE, Inference, original_dtypes
 from passes.ops import ops
 from reports.subjects import subject
 from tests.passes.assign.test_assign_precision import Net, decided, under_autocast

@@ -1,4 +1,4 @@
-"""The compiler's interface to a timer: the nanoseconds of calls, which it describes without running them."""
+"""What costs beside bytes, as the compiler's callers tell it: the nanoseconds of calls, and what errors cost."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .dtypes import dtype_name
+from .policy import dtype_name
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,7 @@ class Call:
 
     Attributes:
         key: all that its time depends on, apart from the machine, as text; calls with equal keys take equally long.
-        function: what is called.
-        args: its arguments, with a Filler for every tensor.
-        kwargs: those by name.
+        args: its arguments, with a Filler for every tensor; likewise `kwargs`.
     """
 
     key: str
@@ -45,3 +43,17 @@ class Call:
 
 # Gives the nanoseconds of each call, forward and backward together; leaves out those that cannot run.
 Timer = Callable[[Sequence[Call]], Mapping[Call, int]]
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """What each rounding costs, in the unit of the costs of the cut: bytes.
+
+    Attributes:
+        values: by key of a node: rounding its result.
+        casts: by key of a reader and of what it reads: the cast down of an FP32 value, for this reader alone. An input
+            of a graph has its name for a key.
+    """
+
+    values: Mapping[str, float]
+    casts: Mapping[tuple[str, str], float]

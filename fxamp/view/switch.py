@@ -12,8 +12,8 @@ from passes.contract.policy import Policy
 
 from ..capture.backend import refuse_unmatched
 from ..capture.compiled import moved_to
-from ..view.runner import Runner
-from ..view.view import is_view, runner_of
+from .runner import Runner
+from .view import is_view, runner_of
 
 
 def switch_views(model: nn.Module, policy_or_plan: Policy | Plan | str) -> Policy:

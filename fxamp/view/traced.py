@@ -24,9 +24,9 @@ from ..capture.backend import leave_sharing_to_the_compiler, rewrite
 from ..capture.call import Call, begin
 from ..capture.compiled import Converted, copied
 from ..capture.outputs import leaving
-from ..view.function import Entry, function_of
-from ..view.runner import Runner
-from ..view.state import state_of
+from .function import Entry, function_of
+from .runner import Runner
+from .state import state_of
 
 _MARK = {"cache_enabled": False}  # by which the region of a view is told from those of the author
 
