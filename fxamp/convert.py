@@ -1,4 +1,4 @@
-"""The one door: a model in, its converted view out; a graph in, a graph out."""
+"""A model in, its converted view out; a graph in, a graph out."""
 
 from __future__ import annotations
 
@@ -21,12 +21,9 @@ from .capture import compiled
 from .capture.backend import Inner, refuse_unmatched, require_inner, split
 from .capture.emitted import record_on
 from .capture.given import convert_given, store_low
-from .capture.inputs import Inputs, as_inputs
+from .capture.inputs import Inputs, as_inputs, resolve
 from .capture.parameters import only_read
-from .capture.resolve import resolve
-from .measure.fastest import CODE as CHOSEN
-from .measure.fastest import fastest_plan, measurable
-from .measure.timing import OpTimer
+from .measure.fastest import fastest_plan, op_timer
 from .trust.calibration import Calibration
 from .view.graphs import graphs_of
 from .view.graphs import plan_of as plan_of_view
@@ -37,8 +34,8 @@ from .view.view import is_view, make_view, runner_of
 logger = logging.getLogger(__name__)
 
 _VIEW = {  # the arguments that are for a module alone, and their defaults
-    "backend": "eager", "mode": None, "options": None, "fullgraph": False, "dynamic": None, "check": True,
-    "on_change": "recompile", "methods": (),
+    "backend": "eager", "mode": None, "options": None, "fullgraph": False, "dynamic": None, "on_change": "recompile",
+    "methods": (),
 }  # fmt: skip
 
 
@@ -125,7 +122,7 @@ def convert(
         dynamic = False if dynamic_shapes is None else dynamic
     given = {
         "backend": backend, "mode": mode, "options": options, "fullgraph": fullgraph, "dynamic": dynamic,
-        "check": check, "on_change": on_change, "methods": methods,
+        "on_change": on_change, "methods": methods,
     }  # fmt: skip
     inputs = as_inputs(args, kwargs)
     if calibration is not None:
@@ -137,18 +134,11 @@ def convert(
             "weights='low' is for graphs: export the model, convert the ExportedProgram, and save that. To cast the "
             "weights of a view once for inference, use fxamp.frozen(view)."
         )
-    return _view(model, inputs, asked, replayed, check, {k: v for k, v in given.items() if k != "check"})
+    return _view(model, inputs, asked, replayed, check, given)
 
 
 def compile(model: nn.Module, args: Any = None, kwargs: Any = None, *, backend: Inner = "inductor", **more: Any) -> Any:
-    """Convert a model, and compile its graphs: `convert` with `backend="inductor"`.
-
-    Args:
-        model: As `convert` takes it.
-        args: As `convert` takes it.
-        kwargs: As `convert` takes it.
-        backend: As `convert` takes it.
-        **more: The other arguments of `convert`.
+    """Convert a model, and compile its graphs: `convert` with `backend="inductor"`, and the same arguments otherwise.
 
     Raises:
         FxampError: As `convert`.
@@ -197,15 +187,14 @@ def _graph(
             "the graph that it was made of."
         )
     for name, value in given.items():
-        if value != _VIEW[name] and name != "check":
+        if value != _VIEW[name]:
             kind = type(model).__name__
             raise PolicyError(f"{name}= is for a module; a {kind} is a graph already, and is only converted.")
     if weights not in ("fp32", "low"):
         raise PolicyError(f"weights is 'fp32' or 'low', not {weights!r}.")
     timer = None
     if policy.cost == "measured" and replayed is None:
-        module = model.module() if isinstance(model, ExportedProgram) else model
-        timer = OpTimer(str(measurable(resolve(policy, module, inputs), module, inputs).device))
+        timer = op_timer(policy, model.module() if isinstance(model, ExportedProgram) else model, inputs)
     made = convert_given(model, inputs, policy, replayed, timer=timer)
     if weights == "low":
         store_low(made)
@@ -223,16 +212,13 @@ def _view(
             f"options go to the inner backend, and {', '.join(map(repr, ours))} are arguments: write "
             "fxamp.compile(model, policy=...)."
         )
-    _refuse_settings(check, settings["on_change"], settings["methods"])
-    settings = {**settings, "methods": tuple(settings["methods"]), "replayed": replayed}
+    if check not in (True, "forward", False):
+        raise PolicyError(f"check is True, 'forward' or False, not {check!r}.")
     refuse_unmatched(policy, model)
-    view = make_view(model, policy, **settings)
+    view = make_view(model, policy, **{**settings, "replayed": replayed})
     measured = policy.cost == "measured" and replayed is None
     if measured:
-        settled = measurable(resolve(policy, model, inputs), model, inputs)
-        runner_of(view).timer = OpTimer(str(settled.device))
-    if replayed is not None:
-        runner_of(view).note(*(note for note in replayed.notes if note.startswith(f"{CHOSEN}:")))
+        runner_of(view).timer = op_timer(policy, model, inputs)
     if inputs is not None:
         capture_view(runner_of(view), *inputs, check)
     if not measured or inputs is None:
@@ -241,31 +227,15 @@ def _view(
     return _view(model, inputs, best.policy, best, False, settings)
 
 
-def _refuse_settings(check: Any, on_change: Any, methods: Any) -> None:
-    """Raise PolicyError for a value that an argument of a module does not take."""
-    if check not in (True, "forward", False):
-        raise PolicyError(f"check is True, 'forward' or False, not {check!r}.")
-    if on_change not in ("recompile", "error"):
-        raise PolicyError(f"on_change is 'recompile' or 'error', not {on_change!r}.")
-    if isinstance(methods, str):
-        raise PolicyError(f"methods is a tuple of names: write methods=({methods!r},).")
-
-
 def plan(
     model: nn.Module | ExportedProgram, args: Any = None, kwargs: Any = None, *,
     policy: Policy | str | None = None, dynamic: bool | None = None,
 ) -> Plan:  # fmt: skip
     """Return the plan that `convert` would carry out, in every state of a model, without converting it.
 
-    The model is only captured, in train and in eval mode, with gradients and without. The device that the plan is for
-    may be absent, and the model may be on the meta device.
-
-    Args:
-        model: As `convert` takes it.
-        args: Example inputs, with the shapes and dtypes of real inputs. A module needs them.
-        kwargs: Example keyword inputs.
-        policy: As `convert` takes it. With `cost="measured"` ops and steps of the model run on the device, to be timed.
-        dynamic: As `convert` takes it.
+    The arguments are those of `convert`. A module needs example inputs, with the shapes and dtypes of real ones. It is
+    only captured, in train and in eval mode, with gradients and without; with `cost="measured"` ops and steps of it run
+    on the device, to be timed. The device that the plan is for may be absent, and the model on the meta device.
 
     Raises:
         CaptureError: There are no example inputs, or the model cannot be captured.
@@ -297,8 +267,7 @@ def to_read(
                 f"the plan of a module is decided on what it does with example inputs: give those of "
                 f"{type(model).__name__} as args and kwargs."
             )
-        settings = {k: v for k, v in _VIEW.items() if k != "check"}
-        view = _view(model, inputs, policy, replayed, False, {**settings, "dynamic": dynamic})
+        view = _view(model, inputs, policy, replayed, False, {**_VIEW, "dynamic": dynamic})
         capture_states(runner_of(view), *inputs)
         return view
 

@@ -13,6 +13,7 @@ import functools
 import importlib
 import inspect
 import logging
+import operator
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -350,7 +351,7 @@ def recorded_by_inductor(record: Callable[[bool, list[Kernel]], None]) -> dict[s
         graph: Any = torch._inductor.virtualized.V.graph
         last: dict[str, Node] = {}  # the node that gives the value of one that was decomposed
         for node in graph.module.graph.nodes:
-            if isinstance(node.meta.get("val"), torch.Tensor) and not _gives_alias(node):
+            if isinstance(node.meta.get("val"), torch.Tensor) and not _gives_alias(node) and not _is_beside(node):
                 last[_made_from(node)] = node
         parts = [part for whole in scheduled for part in whole.get_nodes() if part.node is not None]
         record(bool(graph.is_backward), [k for part in parts if (k := _kernel(part, graph, last)) is not None])
@@ -363,6 +364,11 @@ def _gives_alias(node: Node) -> bool:
     """Say whether a node gives another shape of its operand, as the one behind the product of a linear layer."""
     returns = node.target._schema.returns if isinstance(node.target, OpOverload) else []
     return any(r.alias_info is not None for r in returns)
+
+
+def _is_beside(node: Node) -> bool:
+    """Say whether a node is a result beside the first, as the places of a pool's maxima, or attention's statistics."""
+    return node.target is operator.getitem and bool(node.args[1] != 0)
 
 
 def _made_from(node: Node) -> str:

@@ -35,8 +35,9 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 import fxamp  # noqa: E402  (the path comes first)
-from fxamp.measure.counts import StepCounts, Timing, interleaved, last_loss, step_counts, window_counts  # noqa: E402
+from fxamp.measure.counts import StepCounts, last_loss, step_counts, window_counts  # noqa: E402
 from fxamp.train.weights import WeightCasts  # noqa: E402
+from reports.timing import Timing, interleaved  # noqa: E402
 
 Inputs = dict[str, Tensor]
 FP32, AUTOCAST, ALL_LOW = "FP32", "torch.autocast", "all low"

@@ -43,12 +43,12 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 import fxamp  # noqa: E402  (the path comes first)
-from fxamp.measure.counts import interleaved  # noqa: E402
 from fxamp.train.describe import compiled_rows  # noqa: E402
 from passes.contract.reasons import DEVIATIONS  # noqa: E402
 from passes.ops.facts import NAMES  # noqa: E402
 from reports import measure_facts  # noqa: E402
 from reports.casts import _machine, _word  # noqa: E402
+from reports.timing import interleaved  # noqa: E402
 from reports.trial.cuda import rows_of  # noqa: E402
 from reports.trial.first import Calls  # noqa: E402
 
@@ -744,7 +744,8 @@ def trained_losses(level: str | None, autocast: bool, steps: int, small: bool) -
     follows = torch.randperm(model.config.vocab_size, generator=words)  # the word that mostly comes after each word
     losses = []
     for _ in range(steps):
-        ids = sentences(follows, *inputs["input_ids"].shape, words).to(DEVICE)
+        batch, tokens = inputs["input_ids"].shape
+        ids = sentences(follows, batch, tokens, words).to(DEVICE)
         with torch.autocast(DEVICE, dtype=BF16, enabled=autocast):
             loss = own_loss(called, {"input_ids": ids, "labels": ids})
         loss.backward()

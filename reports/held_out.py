@@ -28,7 +28,7 @@ from reports.architectures import BY_NAME, Architecture, Inputs  # noqa: E402  (
 
 SEED = 30
 TOKENS, VOCABULARY, PIXELS, LABELS = 12, 99, 64, 3
-TASKS = {  # the lists that are drawn from, and the settings of a model for it
+TASKS: dict[str, dict[str, Any]] = {  # the lists that are drawn from, and the settings of a model for it
     "CAUSAL_LM": {"is_decoder": True},
     "MASKED_LM": {},
     "SEQ_TO_SEQ_CAUSAL_LM": {},

@@ -20,12 +20,15 @@ _NO_KERNEL = re.compile(r"not implemented for '(Half|BFloat16|c10::Half|c10::BFl
 
 
 def name_the_op(error: Exception) -> None:
-    """Give the error of a graph a note, if an op of the graph may have raised it for the dtypes that it was given.
+    """Give the error of a graph a note, if an op that is given 16 bits, and may have no kernel for them, has raised it.
 
     The error stays the user's: its type and its words. Python 3.10 has no notes; there it is a line in the log.
     """
     node = _raised_by(error.__traceback__)
-    if node is None or not _may_refuse(node, str(error)):
+    if node is None or (row_of(node).known and _NO_KERNEL.search(str(error)) is None):
+        return
+    given = [dtypes_of(n.meta.get("val", n.meta.get("example_value"))) for n in node.all_input_nodes]
+    if node.target is not under_autocast and not any(dtype in LOW_DTYPES for dtype in given):
         return
     name, path, line = ops.name(node), module_path(node), source(node)
     where = f"the op {name}{f' of {path!r}' if path else ''}{f' ({line})' if line else ''}"
@@ -49,10 +52,3 @@ def _raised_by(trace: TracebackType | None) -> Node | None:
             found = next((node for node in module.graph.nodes if node.name == name), found)
         trace = trace.tb_next
     return found
-
-
-def _may_refuse(node: Node, said: str) -> bool:
-    """Say whether a node is given 16 bits, and nothing is known of its op, or torch has no kernel of it for them."""
-    given = [dtypes_of(n.meta.get("val", n.meta.get("example_value"))) for n in node.all_input_nodes]
-    low = node.target is under_autocast or any(dtype in LOW_DTYPES for dtype in given)
-    return low and (not row_of(node).known or _NO_KERNEL.search(said) is not None)

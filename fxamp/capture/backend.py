@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import difflib
 import functools
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from passes import compile_graph
 from passes._torch import FakeTensor, inner_backend, trace_artifact
@@ -28,20 +26,18 @@ from passes.contract.errors import PolicyError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy, check_used, nearest, type_names
 from passes.graph.notes import note, note_buffer, note_of
-from passes.graph.values import LOW_DTYPES, no_autocast, retyped
+from passes.graph.values import no_autocast, retyped
 from passes.ops.rules import row_of
 from passes.runtime.casts import CAST, again
 
-from ..trust.watch import Compile, node_by_node
+from ..trust.watch import node_by_node
 from . import compiled, recompile_limit
-from .advice import name_the_op
 from .capture_jit import ambient_dtype, attribute_of, describe, is_attribute, parameter_path
-from .fused import note_fused, without_gradients
-from .kept import Kept
-from .outputs import is_low_of_its_own, is_low_throughout, note_leaving, note_own
-from .parameters import low_parameters, opaque_parameters, refuse_low_parameters
+from .emitted import at_call
+from .inputs import first_device
+from .outputs import is_low_of_its_own, is_low_throughout, note_leaving
+from .parameters import opaque_parameters, refuse_low_parameters
 from .scope import Scope, is_gathered, is_training, scope
-from .underflow import UnderflowWatch
 
 Inner = str | Callable[..., Any]
 _OURS = ("policy", "backend", "mode")
@@ -92,25 +88,29 @@ class Backend:
             return backend(**{**given, **ours}, options={**dict(self.options), **rest})(gm, example_inputs)
         inner, notes = inner_of(self.backend, gm)
         converted, outputs = rewrite(gm, example_inputs, self.policy, notes)
-        converted = compiled.record(converted, example_inputs, scope())
-        if inner != "eager":
-            leave_sharing_to_the_compiler(gm)
-        with no_autocast():
-            run = inner_backend(inner, self.mode, dict(self.options))(gm, example_inputs)
-        run = node_by_node(run, gm, converted, inner, compiling(inner, self.mode, dict(self.options), gm))
+        compiled.record(converted, example_inputs, scope())
+        run = run_by(inner, self.mode, dict(self.options), gm, example_inputs, converted)
         return at_call(run, converted, example_inputs, outputs, compiled.reused)
 
 
-def compiling(inner: Inner, mode: str | None, options: dict[str, Any], gm: GraphModule) -> Compile:
-    """Return what compiles a graph once more, with further options, for the sizes that it was captured for."""
+def run_by(
+    inner: Inner, mode: str | None, options: Mapping[str, Any], gm: GraphModule, inputs: Sequence[Any],
+    converted: compiled.Converted,
+) -> Callable[..., Any]:  # fmt: skip
+    """Have the inner backend compile an emitted graph; return what runs it, and lets a watch see it."""
+    if inner == "eager":
+        _ = gm.code  # torch writes it when it is asked for; until then `forward` is what asks, and makes a detour
+    else:
+        leave_sharing_to_the_compiler(gm)
+    with no_autocast():
+        run = inner_backend(inner, mode, {**options})(gm, inputs)
 
-    def compile(more: Mapping[str, Any], given: Sequence[Any]) -> Callable[..., Any]:
+    def compile(more: Mapping[str, Any], given: Sequence[Any]) -> Any:
         known = [n.meta.get("example_value") for n in gm.graph.find_nodes(op="placeholder")]
         kept = [a if isinstance(a, (FakeTensor, torch.SymInt)) else b for a, b in zip(known, given, strict=True)]
-        made: Callable[..., Any] = inner_backend(inner, mode, {**options, **more})(gm, kept)
-        return made
+        return inner_backend(inner, mode, {**options, **more})(gm, kept)  # for the sizes that it was captured for
 
-    return compile
+    return node_by_node(run, gm, converted, inner, compile)
 
 
 def leave_sharing_to_the_compiler(gm: GraphModule) -> None:
@@ -163,9 +163,6 @@ def backend(
     return Backend(chosen, backend, mode, tuple(sorted((options or {}).items())))
 
 
-backend_of = backend  # for functions that have an argument of that name
-
-
 def require_inner(backend: object) -> None:
     """Raise PolicyError for an inner backend that `torch.compile` does not have, or that is fxamp itself."""
     if isinstance(backend, Backend) or backend == "fxamp":
@@ -210,20 +207,14 @@ def rewrite(
 ) -> tuple[compiled.Converted, dict[int, torch.dtype]]:  # fmt: skip
     """Convert a graph from Dynamo, in place; return the decisions, and the outputs' dtypes in the model itself.
 
-    Args:
-        gm: the graph; it is changed.
-        example_inputs: its inputs.
-        policy: what is asked. Without a device or dtype, those of the inputs and of the surrounding autocast are taken.
-        notes: what is to be said in the plan.
-        runs_on: the kind of device of the autocast that was on while Dynamo traced, if the policy is for another one.
-        replayed: gives the plan to carry out for a described graph, and whether it is of this very graph.
-        timer: measures calls, for cost="measured".
-        penalties: what errors cost beside bytes.
+    A device and a dtype that the policy leaves open are those of the inputs and of the surrounding autocast; `runs_on`
+    is the kind of device of the autocast that was on while Dynamo traced, if the policy is for another one. `replayed`
+    gives the plan to carry out for a described graph, and whether it is of this very graph.
     """
     places = gm.graph.find_nodes(op="placeholder")  # torch may put the switch of a region before them
     named = [(parameter_path(n), v) for n, v in zip(places, example_inputs, strict=False)]
     notes = (*notes, *refuse_low_parameters(named, is_training(), is_gathered), *opaque_parameters(named))
-    device = policy.device or _device(example_inputs)
+    device = policy.device or first_device(sorted(example_inputs, key=lambda v: not isinstance(v, nn.Parameter)))
     for node, value in zip(places, example_inputs, strict=False):
         if is_attribute(node):
             note_buffer(node, value)
@@ -235,8 +226,8 @@ def rewrite(
     found = scope()
     if found is not None:
         refuse_unmatched(policy, found.root)
-    own, given = _own_and_given(gm, example_inputs, found)
-    note_leaving(gm.graph, [a or b for a, b in zip(own, given, strict=True)])
+    holds, given = _held_and_given(gm, example_inputs, found)
+    note_leaving(gm.graph, holds | given)
     here = runs_on or device
     on = torch.is_autocast_enabled(here)
     ambient = ambient_dtype(gm.graph, here, policy.dtype) if policy.level.rounds else None
@@ -244,9 +235,7 @@ def rewrite(
     resolved = replace(policy, device=device, dtype=dtype)
     under = on or ambient is not None
     with no_autocast():
-        outputs = describe(gm, scope=found, ambient=under, policy=resolved, own=own, given=given)
-    if found is not None:
-        _note_fused(gm, found.root)
+        outputs = describe(gm, scope=found, ambient=under, policy=resolved, holds=holds, given=given - holds)
     if not under and policy.level.rounds:
         notes = (*notes, _WITHOUT_AUTOCAST)
     given_plan, exact = (None, True) if replayed is None else replayed(gm.graph)
@@ -263,25 +252,6 @@ def rewrite(
     return compiled.converted_of(gm, plan, example_inputs, found, autocast=under), outputs
 
 
-def _note_fused(gm: GraphModule, root: nn.Module) -> None:
-    """Note where eager evaluation runs a fused attention; Dynamo itself captures the fused encoder layer."""
-
-    def evaluates(path: str) -> bool:
-        module = root.get_submodule(path)
-        return not module.training and without_gradients(module)
-
-    note_fused(gm.graph, root, (nn.MultiheadAttention,), evaluates)
-
-
-def _own_and_given(gm: GraphModule, example_inputs: list[Any], found: Scope | None) -> tuple[list[bool], list[bool]]:
-    """Return two flags for each input: the model holds it or has made it low; the model was called with it."""
-    leaves = () if found is None else found.given
-    given = [any(v is leaf for leaf in leaves) for v in example_inputs]
-    low = found is not None and is_low_throughout(found.root, leaves)
-    pairs = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, given, strict=False)
-    return [note_of(n).role != "" or is_low_of_its_own(v, low and not g) for n, v, g in pairs], given
-
-
 def _record_of(plan: Plan) -> str:
     """Return the record of a plan as JSON; the code that writes it is loaded only when torch traces."""
     from ..report.record.build import record_of
@@ -289,11 +259,13 @@ def _record_of(plan: Plan) -> str:
     return record_of(plan).to_json()
 
 
-def _device(example_inputs: list[Any]) -> str:
-    """Return the kind of device of the parameters, else of the inputs, else the CPU."""
-    tensors = [t for t in example_inputs if isinstance(t, torch.Tensor)]
-    found = next((t for t in tensors if isinstance(t, nn.Parameter)), tensors[0] if tensors else None)
-    return found.device.type if found is not None and found.device.type != "meta" else "cpu"
+def _held_and_given(gm: GraphModule, example_inputs: list[Any], found: Scope | None) -> tuple[set[Node], set[Node]]:
+    """Return the inputs that the model holds or has made low, and those that it was called with."""
+    leaves = () if found is None else found.given
+    pairs = list(zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=False))
+    given = {n for n, v in pairs if any(v is leaf for leaf in leaves)}
+    low = found is not None and is_low_throughout(found.root, leaves)
+    return {n for n, v in pairs if note_of(n).role or is_low_of_its_own(v, low and n not in given)}, given
 
 
 def refuse_unmatched(policy: Policy, model: nn.Module) -> None:
@@ -301,73 +273,3 @@ def refuse_unmatched(policy: Policy, model: nn.Module) -> None:
     if policy.modules:
         types = {path: type_names(type(m)) for path, m in model.named_modules(remove_duplicate=False)}
         check_used(replace(policy, ops=()), [[(path, names)] for path, names in types.items()], ())
-
-
-def at_call(
-    run: Callable[..., Any], converted: compiled.Converted, example_inputs: Sequence[Any],
-    own: Mapping[int, torch.dtype] = MappingProxyType({}),
-    reused: Callable[[compiled.Converted, Sequence[Any]], None] | None = None, kept: Kept | None = None,
-) -> Callable[..., Any]:  # fmt: skip
-    """Return a function that calls a compiled graph with ambient autocast off.
-
-    It marks the outputs at `own` with their dtypes in the model itself, tells `reused` of the models that use it, and
-    shows `kept` its calls.
-    """
-    device = converted.plan.policy.device or "cpu"
-    first = converted.places[0] if converted.places else 0
-    last = weakref.ref(example_inputs[first]) if converted.places and reused is not None else None
-    watch = UnderflowWatch(converted.plan)
-    told = _told(example_inputs)
-    paths = dict(zip(converted.places, (path for _, path in converted.parameters), strict=False))
-    low = {i: path for i, path in paths.items() if low_parameters([(path, example_inputs[i])])}
-
-    @functools.wraps(run, updated=())
-    def call(*args: Any) -> Any:
-        nonlocal last
-        if last is not None and reused is not None and args[first] is not last():
-            reused(converted, args)
-            last = weakref.ref(args[first])
-        if low and torch.is_grad_enabled():  # Dynamo does not guard the mode of a model that does not read it
-            refuse_low_parameters([(path, args[i]) for i, path in low.items()], is_training(), is_gathered)
-        if told:
-            args = tuple(a.to(told[i]) if i in told and a.dtype != told[i] else a for i, a in enumerate(args))
-        with no_autocast([device]):
-            try:
-                outputs = run(*args)
-            except Exception as e:
-                name_the_op(e)
-                raise
-        if kept is not None:
-            kept(args, outputs)
-        if own:
-            outputs = noted(outputs, own)
-        if not watch.done:
-            watch(outputs)
-        return outputs
-
-    return call
-
-
-def noted(outputs: Sequence[Any], own: Mapping[int, torch.dtype]) -> list[Any]:
-    """Mark outputs with their dtypes in the model itself; the same tensor with another dtype becomes a view of it."""
-    noted: dict[int, torch.dtype | None] = {}
-    made = list(outputs)
-    for i, output in enumerate(outputs):
-        dtype = own.get(i)
-        if noted.setdefault(id(output), dtype) != dtype:
-            made[i] = output.view_as(output)
-        if dtype is not None:
-            note_own(made[i], dtype)
-    return made
-
-
-def _told(example_inputs: Sequence[Any]) -> dict[int, torch.dtype]:
-    """Return the dtypes of the inputs at compile time, for a part of a graph that torch splits for DDP.
-
-    They are autocast's dtypes. A value that the policy keeps in FP32 nevertheless arrives in FP32 from the previous
-    part.
-    """
-    if not any(isinstance(value, FakeTensor) for value in example_inputs):
-        return {}
-    values = {i: v for i, v in enumerate(example_inputs) if isinstance(v, FakeTensor)}
-    return {i: v.dtype for i, v in values.items() if v.dtype in LOW_DTYPES and not isinstance(v, nn.Parameter)}

@@ -16,8 +16,6 @@ class Call:
 
     Attributes:
         model: the model that runs: the view's, or a twin of it that is checked.
-        args: positional arguments.
-        kwargs: keyword arguments.
         code: the code object in whose frame the model is called; further out lies what does not belong to this call.
         does: "run"; "capture", where graphs are captured and none of them runs; or "compare", where captured graphs run
             unconverted.
@@ -34,19 +32,15 @@ class Call:
     modes: list[Any] = field(default_factory=list)
 
 
-class _Calls(threading.local):
-    call: Call | None = None
-
-
-_CALLS = _Calls()
+_CALLS = threading.local()
 
 
 def current() -> Call | None:
     """Return the call under way in this thread, None outside of all calls."""
-    return _CALLS.call
+    return getattr(_CALLS, "call", None)
 
 
 def begin(call: Call | None) -> Call | None:
     """Make this the call under way; return the one before, with which to begin when it ends."""
-    before, _CALLS.call = _CALLS.call, call
+    before, _CALLS.call = current(), call
     return before

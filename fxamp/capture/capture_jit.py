@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Set
 from typing import Any
 
 import torch
+from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from passes._torch import enter_autocast, exit_autocast, pytree, source_name, without_transforms
@@ -67,9 +68,8 @@ def _whole_region(graph: Graph) -> tuple[Node, Node] | None:
 
 
 def describe(
-    gm: GraphModule, *, ambient: bool, policy: Policy, scope: Scope | None = None, own: Sequence[bool] = (),
-    given: Sequence[bool] = (),
-) -> dict[int, torch.dtype]:  # fmt: skip
+    gm: GraphModule, *, ambient: bool, policy: Policy, scope: Scope | None, holds: Set[Node], given: Set[Node]
+) -> dict[int, torch.dtype]:
     """Annotate every node with what passes read: `val`, the module path, the autocast region, the meaning of a cast.
 
     A cast is noted as "literal" if the user called `.float()` or a similar method, as "autocast" if its dtype was seen
@@ -81,22 +81,22 @@ def describe(
         ambient: autocast was on while Dynamo traced, so the example values and what Python read have its dtypes.
         policy: says where nothing is low, even if it was low in the trace: at O0, and in modules overridden to FP32.
         scope: where the graph lies in the compiled module, if that is known.
-        own: for each input, whether the model itself holds it, or has made it low.
-        given: for each input, whether the compiled module was called with it.
+        holds: the inputs that the model itself holds, or has made low.
+        given: the others that the compiled module was called with.
 
     Returns:
         The dtypes in the model itself, by number, of outputs that are low there, and not by autocast. Beside such
         outputs, or low inputs, the outputs that are FP32 in the model itself are among them.
     """
-    description = _Description(gm.graph, ambient, policy, scope, own, given)
+    description = _Description(gm.graph, ambient, policy, scope, holds, given)
     description.of(gm)
+    if scope is not None:
+        _note_fused(gm.graph, scope.root)
     outputs: Any = gm.graph.output_node().args[0]
     made = {i: description.own.get(n) for i, n in enumerate(outputs) if isinstance(n, Node)}
     for i, dtype in made.items():
-        if dtype in LOW_DTYPES:
-            note(outputs[i], low_of_its_own=dtype)
         if dtype in ELIGIBLE:
-            note(outputs[i], leaves_as=dtype)
+            note(outputs[i], low_of_its_own=dtype if dtype in LOW_DTYPES else None, leaves_as=dtype)
     return {i: dtype for i, dtype in made.items() if dtype in (*ELIGIBLE, torch.complex32)}
 
 
@@ -104,21 +104,17 @@ class _Description:
     """Describes a graph and the bodies of the higher-order ops in it."""
 
     def __init__(
-        self, graph: Graph, ambient: bool, policy: Policy, scope: Scope | None, own: Sequence[bool],
-        given: Sequence[bool],
-    ) -> None:  # fmt: skip
+        self, graph: Graph, ambient: bool, policy: Policy, scope: Scope | None, holds: Set[Node], given: Set[Node]
+    ) -> None:
         self.ambient, self.policy, self.scope, self.infer = ambient, policy, scope, Inference()
-        placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-        self.holds = {n for n, is_own in zip(placeholders, own, strict=False) if is_own}
-        self.given = {n for n, is_given in zip(placeholders, given, strict=False) if is_given} - self.holds
+        self.holds, self.given = holds, given
         # If a model holds or receives low tensors, a low dtype comes from these, not from results of autocast.
-        own_tensors = self.holds | self.given
-        self.authors = {d for n in own_tensors if (d := dtypes_of(n.meta.get("example_value"))) in LOW_DTYPES}
+        held = (dtypes_of(n.meta.get("example_value")) for n in holds | given)
+        self.authors = {dtype for dtype in held if dtype in LOW_DTYPES}
         # Low dtypes that may come from results of autocast; the user's code names all others.
         self.by_autocast = {policy.dtype}
-        given_low = any(dtypes_of(n.meta.get("example_value")) in LOW_DTYPES for n in self.given)
         named_low = any(_is_method(n) and literal_dtype(n) in LOW_DTYPES for n in graph.nodes)
-        self.makes_low = bool(self.authors) or given_low or named_low
+        self.makes_low = bool(self.authors) or named_low
         self.own: dict[Node, Any] = {}  # dtypes in the model itself
         self.of_regions: dict[Region, Inference] = {}  # what ops give in the author's own regions
         self.doubtful: set[Node] = set()  # nodes whose dtype may be the model's own or autocast's
@@ -131,7 +127,8 @@ class _Description:
         nodes, held = list(gm.graph.nodes), dict[Node, Any]()
         describe_regions(nodes, region)
         regions = {note_of(n).region for n in nodes} - {None}
-        self.by_autocast |= {dtype for _, on, dtype in regions if on and dtype in LOW_DTYPES}  # type: ignore[misc]
+        by_regions = {dtype for _, on, dtype in regions if on and dtype in LOW_DTYPES}  # type: ignore[misc]
+        self.by_autocast |= by_regions
         for node in nodes:
             _as_cast(node)
             if inside and node.op == "placeholder":
@@ -147,8 +144,7 @@ class _Description:
             if value is not None:
                 node.meta["val"] = value = self._described(node, value, held, inside)
                 held[node] = dtypes_of(value)
-        regions_low = any(on and dtype in LOW_DTYPES for _, on, dtype in regions)  # type: ignore[misc]
-        if self.ambient and (self.makes_low or regions_low) and not inside:
+        if self.ambient and (self.makes_low or by_regions) and not inside:
             self.own = own_dtypes(gm.graph, self._in_the_model, self.holds, self.given, self.doubtful)
 
     def _in_the_model(self, node: Node, dtype_of: Callable[[Node], Any]) -> Any:
@@ -241,16 +237,12 @@ def _as_cast(node: Node) -> None:
 
 def _named_in_body(node: Node, like: Any) -> Any:
     """Return the dtypes that the one body of a higher-order op gives, which is described already; None if unlike."""
-    bodies = [a for n in node.all_input_nodes if isinstance(a := _body(n), GraphModule)]
-    if len(bodies) != 1:
-        return None
-    found = tuple(dtypes_of(getattr(n, "meta", {}).get("val")) for n in bodies[0].graph.output_node().args[0])  # type: ignore[union-attr]
-    return found if isinstance(like, tuple) and len(like) == len(found) else None
-
-
-def _body(node: Node) -> Any:
-    gm = node.graph.owning_module
-    return attribute_of(gm, str(node.target)) if node.op == "get_attr" and gm is not None else None
+    gm: Any = node.graph.owning_module
+    held = [attribute_of(gm, str(n.target)) for n in node.all_input_nodes if n.op == "get_attr" and gm is not None]
+    bodies = [body for body in held if isinstance(body, GraphModule)]
+    outputs: Any = bodies[0].graph.output_node().args[0] if len(bodies) == 1 else ()
+    found = tuple(dtypes_of(getattr(n, "meta", {}).get("val")) for n in outputs)
+    return found if bodies and isinstance(like, tuple) and len(like) == len(found) else None
 
 
 def _is_method(node: Node) -> bool:
@@ -264,6 +256,31 @@ def _describe_origin(node: Node, scope: Scope | None) -> None:
         node.meta["nn_module_stack"] = scope.stack(node)
     elif stack := node.meta.get("nn_module_stack"):
         node.meta["nn_module_stack"] = {k: (_ROOT.sub("", path), kind) for k, (path, kind) in stack.items()}
+
+
+def _note_fused(graph: Graph, model: nn.Module) -> None:
+    """Note on each call whether eager evaluation without gradients runs it inside the fused kernel of an attention.
+
+    The kernel rounds in other places, so those ops may differ from what the model gives under autocast. What makes
+    torch choose it is read off the module; masks and inputs, on which it also depends, are not looked at. The fused
+    kernel of `nn.TransformerEncoderLayer` is captured by Dynamo itself.
+    """
+    if not torch.backends.mha.get_fastpath_enabled():
+        return
+    modules = {path: m for path, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)}
+    fused = {path for path, m in modules.items() if _may_be_fused(m)}
+    for node in graph.nodes if fused else ():
+        stack = node.meta.get("nn_module_stack", {}).values()
+        if node.op.startswith("call") and any(path in fused for path, _ in stack):
+            note(node, fused=True)
+
+
+def _may_be_fused(attention: nn.MultiheadAttention) -> bool:
+    if attention.training or (torch.is_grad_enabled() and any(p.requires_grad for p in attention.parameters())):
+        return False
+    plain = attention.bias_k is None and attention.bias_v is None and not attention.add_zero_attn
+    whole = attention.in_proj_weight is not None and attention.in_proj_bias is not None
+    return plain and whole and attention.batch_first and attention.num_heads % 2 == 0
 
 
 def describe_regions(nodes: Iterable[Node], outside: Region | None) -> None:

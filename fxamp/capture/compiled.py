@@ -6,6 +6,7 @@ also serves another model with the same code, the first call of that model revea
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import weakref
@@ -19,15 +20,15 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 from torch.utils.weak import WeakIdKeyDictionary
 
-from passes._torch import FakeTensor, original_of, pytree
+from passes._torch import FakeTensor, codegen_of, original_of, pytree
 from passes.contract.errors import CaptureError, PolicyError
 from passes.contract.plan import Decision, Plan, sums
-from passes.contract.policy import Policy, module_override
+from passes.contract.policy import module_override
 from passes.graph.notes import is_inserted
 from passes.graph.values import dtypes_of
 from passes.runtime.tracing import RuntimeTracer
 
-from .capture_jit import parameter_path
+from .capture_jit import attribute_of, parameter_path
 from .recompile_limit import anywhere, reached
 from .scope import Scope
 from .scope import scope as current_scope
@@ -88,14 +89,7 @@ def _unsized(argument: Any) -> Any:
     return "int" if isinstance(argument, int) else str(argument)
 
 
-_BY_PARAMETER: Any = WeakIdKeyDictionary()
-_BY_ROOT: weakref.WeakKeyDictionary[nn.Module, list[Converted]] = weakref.WeakKeyDictionary()
-
-
-def asked_of(module: nn.Module) -> Policy | None:
-    """Return the policy that was requested for a view, None for any other module."""
-    runner = runner_of(module)
-    return None if runner is None else runner.asked
+_KEPT: Any = WeakIdKeyDictionary()  # the graphs of a compiled module, and those that read a parameter
 
 
 def runner_of(module: object) -> Any:
@@ -117,37 +111,32 @@ def converted_of(
     return replace(entry, parameters=_named(entry, example_inputs, paths))
 
 
-def copied(gm: GraphModule) -> GraphModule:
+def copied(gm: GraphModule, kind: type[GraphModule] = GraphModule) -> GraphModule:
     """Return a copy of a graph and of the bodies of its higher-order ops, over the same tensors."""
     graph = Graph(tracer_cls=RuntimeTracer)
     graph.output(graph.graph_copy(gm.graph, {}))
-    made = GraphModule(gm, graph)
-    for node in graph.find_nodes(op="get_attr"):
-        body = made.get_submodule(str(node.target)) if str(node.target) in dict(made.named_children()) else None
+    graph.set_codegen(copy.copy(codegen_of(gm.graph)))
+    made = kind(gm, graph, type(gm).__name__)
+    for node in made.graph.find_nodes(op="get_attr"):
+        body = attribute_of(made, str(node.target))
         if isinstance(body, GraphModule):
-            setattr(made, str(node.target), copied(body))
+            node.target = str(node.target).replace(".", "_")
+            setattr(made, node.target, copied(body))
     return made
 
 
-def record(entry: Converted, inputs: Sequence[Any], scope: Scope | None) -> Converted:
+def record(entry: Converted, inputs: Sequence[Any], scope: Scope | None) -> None:
     """Keep a converted graph for as long as the compiled module, or the parameters that it reads."""
     if entry.places and not entry.parameters:
-        return entry
-    return _keep(entry, inputs, [path for _, path in entry.parameters], scope)
+        return
+    for key in (*(inputs[i] for i in entry.places), *(() if scope is None else (scope.root,))):
+        kept = _KEPT.setdefault(key, [])
+        if not any(e.graph is entry.graph and e.plan == entry.plan for e in kept):  # swapped parameters come each call
+            kept.append(entry)
 
 
 def _named(entry: Converted, inputs: Sequence[Any], paths: Iterable[str]) -> tuple[tuple[weakref.ref[Any], str], ...]:
     return tuple((weakref.ref(inputs[i]), path) for i, path in zip(entry.places, paths, strict=True))
-
-
-def _keep(entry: Converted, inputs: Sequence[Any], paths: Iterable[str], scope: Scope | None) -> Converted:
-    kept = replace(entry, parameters=_named(entry, inputs, paths))
-    for place in entry.places:
-        _BY_PARAMETER.setdefault(inputs[place], []).append(kept)
-    of_root = _BY_ROOT.setdefault(scope.root, []) if scope is not None else []
-    if not any(e.graph is kept.graph and e.plan == kept.plan for e in of_root):  # swapped parameters come each call
-        of_root.append(kept)
-    return kept
 
 
 def reused(entry: Converted, inputs: Sequence[Any]) -> None:
@@ -156,12 +145,8 @@ def reused(entry: Converted, inputs: Sequence[Any]) -> None:
     Raises:
         PolicyError: the policy asks for other colours in that module, by its path.
     """
-    if any(e.graph is entry.graph for e in _BY_PARAMETER.get(inputs[entry.places[0]], ())):
-        return
     found = current_scope()
-    known = found.parameters if found is not None else {}
-    moved = elsewhere(entry, inputs, known)
-    _keep(moved, inputs, [path for _, path in moved.parameters], found)
+    record(elsewhere(entry, inputs, found.parameters if found is not None else {}), inputs, found)
 
 
 def elsewhere(entry: Converted, inputs: Sequence[Any], known: Mapping[int, str]) -> Converted:
@@ -178,20 +163,16 @@ def elsewhere(entry: Converted, inputs: Sequence[Any], known: Mapping[int, str])
     same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], ends))
     old, new = (paths[0][: len(paths[0]) - same] for paths in (before, after))
     moved = [moved_to(d, new, 0, old) for d in entry.plan.decisions]
-    for here, there in zip(entry.plan.decisions, moved, strict=True):
-        _refuse_another_colour(entry.plan.policy, here.module_path, there.module_path)
+    pairs = zip(entry.plan.decisions, moved, strict=True)
+    for path, other in dict.fromkeys((a.module_path, b.module_path) for a, b in pairs):
+        here, there = (module_override(entry.plan.policy, [(p, ())]) for p in (path, other))
+        if (here and here.colour) != (there and there.colour):
+            raise PolicyError(
+                f"'{path}' and '{other}' share one graph, since Dynamo captures their code once, so {here or there} "
+                "cannot hold for only one of them. Convert ahead of time, override both, or override a type or an op."
+            )
     plan = replace(entry.plan, decisions=tuple(moved))
     return replace(entry, plan=plan, parameters=_named(entry, inputs, after))
-
-
-def _refuse_another_colour(policy: Policy, path: str, other: str) -> None:
-    """Raise PolicyError where a policy tells two modules apart that run the same graph."""
-    here, there = (module_override(policy, [(p, ())]) for p in (path, other))
-    if (here and here.colour) != (there and there.colour):
-        raise PolicyError(
-            f"'{path}' and '{other}' share one graph, since Dynamo captures their code once, so {here or there} cannot "
-            "hold for only one of them. Convert ahead of time, override both, or override a type or an op."
-        )
 
 
 def break_of(gm: GraphModule) -> str:
@@ -210,10 +191,9 @@ def entries(module: nn.Module) -> list[Converted]:
     Raises:
         CaptureError: nothing was captured.
     """
-    found = {id(entry): entry for entry in _BY_ROOT.get(_root(module), ())}
+    found = {id(entry): entry for entry in _KEPT.get(_root(module), ())}
     for parameter in () if found else module.parameters():  # it is part of the compiled one
-        for entry in _BY_PARAMETER.get(parameter, ()):
-            found[id(entry)] = entry
+        found |= {id(entry): entry for entry in _KEPT.get(parameter, ())}
     if not found:
         raise CaptureError(_nothing(module))
     once: dict[Any, Converted] = {}
@@ -236,25 +216,20 @@ def _in_place(module: nn.Module) -> bool:
 
 
 def _nothing(module: nn.Module) -> str:
-    name = type(_root(module)).__name__
+    name, found = type(_root(module)).__name__, anywhere()
     if _in_place(module) and type(module).__module__.startswith("torch.nn"):
         return (
             f"nothing was captured yet. If it has been called, this torch's .compile() on a class of torch.nn itself, "
             f"such as {name}, captures nothing. Use compiled = torch.compile(model, backend='fxamp'), or "
             "fxamp.compile(model)."
         )
-    if is_compiled(module):
-        return (
-            f"nothing was captured yet: {name} is captured at its first call. If it has been called, torch.compile "
-            f"left all of it to Python: set TORCH_LOGS=graph_breaks to see why.{_limits()}"
-        )
-    return f"{name} was not converted by fxamp: pass what fxamp.convert or fxamp.compile returned."
-
-
-def _limits() -> str:
-    found = anywhere()
-    said = f" In this process {', '.join(found)} reached the recompile limit: torch captures no more of that code."
-    return said if found else ""
+    if not is_compiled(module):
+        return f"{name} was not converted by fxamp: pass what fxamp.convert or fxamp.compile returned."
+    limits = f" In this process {', '.join(found)} reached the recompile limit: torch captures no more of that code."
+    return (
+        f"nothing was captured yet: {name} is captured at its first call. If it has been called, torch.compile "
+        f"left all of it to Python: set TORCH_LOGS=graph_breaks to see why.{limits if found else ''}"
+    )
 
 
 def plan_of(module: nn.Module) -> Plan:
@@ -290,20 +265,15 @@ def coverage(module: nn.Module, found: Sequence[Converted]) -> list[str]:
     share = held / max(sum(p.numel() for _, p in named), 1)
     ops = sum(len(entry.plan.decisions) for entry in found)
     left = f"; outside: {', '.join(outside[:5])}{' and more' if len(outside) > 5 else ''}" if outside else ""
+    policy, between = found[0].plan.policy, "code between graphs runs unconverted, in the model's own dtypes"
+    if all(entry.autocast for entry in found):
+        plain = policy.level.is_autocasts and not policy.modules and not policy.ops
+        between = f"code between graphs runs under autocast{'' if plain else ', as at O1 without overrides'}"
     return [
         f"{len(found)} graphs of {ops} floating-point ops hold {len(named) - len(outside)} of {len(named)} parameters "
-        f"({share:.0%} of their elements){left}; {_between(found)}",
+        f"({share:.0%} of their elements){left}; {between}",
         *dict.fromkeys(f"graph break at {entry.broke}" for entry in found if entry.broke),
     ]
-
-
-def _between(found: Sequence[Converted]) -> str:
-    """Describe how code outside of all graphs runs."""
-    policy = found[0].plan.policy
-    if not all(entry.autocast for entry in found):
-        return "code between graphs runs unconverted, in the model's own dtypes"
-    plain = policy.level.is_autocasts and not policy.modules and not policy.ops
-    return f"code between graphs runs under autocast{'' if plain else ', as at O1 without overrides'}"
 
 
 def _prefix(captured: dict[int, str], paths: dict[int, str]) -> str:

@@ -1,21 +1,31 @@
-"""The graphs that a user has: what a call of one leaves as it was, what is kept on one, and how one is pickled."""
+"""Emitted graphs: how one is called, what is looked at then, what is kept on one, and how one is pickled."""
 
 from __future__ import annotations
 
+import functools
+import gc
 import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch import nn
+from torch.fx import GraphModule
 from torch.fx.graph_module import reduce_graph_module
+from torch.utils.weak import WeakIdKeyDictionary
 
+from passes._torch import FakeTensor, kept_by_compiled, storage_id
 from passes.contract.devices import DEVICES
 from passes.contract.plan import Plan
-from passes.graph.values import module_path, source
+from passes.graph.values import LOW_DTYPES, module_path, source
 from passes.ops import ops
 from passes.runtime.regions import ModesKeptOnError
 
 from .advice import name_the_op
+from .compiled import Converted
+from .outputs import note_own
+from .parameters import low_parameters, refuse_low_parameters
+from .scope import is_gathered, is_training
 
 _RECORD = "fxamp"  # where a graph keeps what was decided on it
 
@@ -80,20 +90,132 @@ def _again(made: Any, fields: dict[str, Any]) -> Emitted:
 def with_record(gm: GraphModule, plan: Plan, **more: Any) -> GraphModule:
     """Keep on an emitted graph what was decided on it."""
     gm.meta[_RECORD] = {"plan": plan, **more}
-    flagged = [(n, flag) for n in gm.graph.nodes if n.op == "call_function" and (flag := _mode_of(n)) is not None]
+    calls = (n for n in gm.graph.nodes if n.op == "call_function")
+    modes = ((n, ops.argument(n, "training", ops.argument(n, "train"))) for n in calls)  # True for train
+    flagged = [(n, mode) for n, mode in modes if isinstance(mode, bool)]
     if flagged:
         node, mode = next((pair for pair in flagged if pair[1]), flagged[0])
         gm.meta[_RECORD]["mode"] = mode, f"{ops.name(node)} of '{module_path(node)}' ({source(node)})"
     return gm
 
 
-def _mode_of(node: Node) -> bool | None:
-    """Return the mode, True for train, that an op has as an argument; None for other ops."""
-    found = ops.argument(node, "training", ops.argument(node, "train"))
-    return found if isinstance(found, bool) else None
-
-
 def record_on(gm: GraphModule) -> dict[str, Any] | None:
     """Return what `with_record` kept; None for any other graph."""
     found: dict[str, Any] | None = gm.meta.get(_RECORD)
     return found
+
+
+def at_call(
+    run: Callable[..., Any], converted: Converted, example_inputs: Sequence[Any],
+    own: Mapping[int, torch.dtype], reused: Callable[[Converted, Sequence[Any]], None],
+) -> Callable[..., Any]:  # fmt: skip
+    """Return a function that calls a compiled graph with ambient autocast off.
+
+    It marks the outputs at `own` with their dtypes in the model itself, and calls `reused` where the graph reads other
+    parameters than in the calls before: Dynamo captures code once that two modules share.
+    """
+    device, first = converted.plan.policy.device or "cpu", converted.places[0] if converted.places else -1
+    seen = WeakIdKeyDictionary({example_inputs[first]: None} if converted.places else {})
+    watch = UnderflowWatch(converted.plan)
+    told = _told(example_inputs)
+    paths = dict(zip(converted.places, (path for _, path in converted.parameters), strict=False))
+    low = {i: path for i, path in paths.items() if low_parameters([(path, example_inputs[i])])}
+
+    @functools.wraps(run, updated=())
+    def call(*args: Any) -> Any:
+        if torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
+                return call(*args)
+        if first >= 0 and args[first] not in seen:
+            reused(converted, args)
+            seen[args[first]] = None
+        if low and torch.is_grad_enabled():  # Dynamo does not guard the mode of a model that does not read it
+            refuse_low_parameters([(path, args[i]) for i, path in low.items()], is_training(), is_gathered)
+        if told:
+            args = tuple(a.to(told[i]) if i in told and a.dtype != told[i] else a for i, a in enumerate(args))
+        try:
+            outputs = run(*args)
+        except Exception as e:
+            name_the_op(e)
+            raise
+        if own:
+            outputs = noted(outputs, own)
+        if not watch.done:
+            watch(outputs)
+        return outputs
+
+    return call
+
+
+def noted(outputs: Sequence[Any], own: Mapping[int, torch.dtype]) -> list[Any]:
+    """Mark outputs with their dtypes in the model itself; the same tensor with another dtype becomes a view of it."""
+    noted, made = dict[int, Any](), list(outputs)
+    for i, output in enumerate(outputs):
+        dtype = own.get(i)
+        if noted.setdefault(id(output), dtype) != dtype:
+            made[i] = output.view_as(output)
+        if dtype is not None:
+            note_own(made[i], dtype)
+    return made
+
+
+def _told(example_inputs: Sequence[Any]) -> dict[int, torch.dtype]:
+    """Return the low dtypes of the inputs at compile time, for a part of a graph that torch splits for DDP.
+
+    A value that the policy keeps in FP32 nevertheless arrives in FP32 from the previous part.
+    """
+    values = {i: v for i, v in enumerate(example_inputs) if isinstance(v, FakeTensor) and v.dtype in LOW_DTYPES}
+    return {i: v.dtype for i, v in values.items() if not isinstance(v, nn.Parameter)}
+
+
+class UnderflowWatch:
+    """Warns once, when gradients flow back through FP16 and no GradScaler has scaled a loss."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.done = plan.policy.dtype is not torch.float16 or not plan.policy.level.rounds
+
+    def __call__(self, outputs: Iterable[object]) -> None:
+        """Watch the outputs of one call of a graph."""
+        if self.done or torch.compiler.is_compiling():
+            return
+        for out in outputs:
+            if isinstance(out, torch.Tensor) and out.requires_grad and not out.is_leaf:
+                out.register_hook(self._check)
+                return
+
+    def _check(self, _: torch.Tensor) -> None:
+        if self.done:
+            return
+        self.done = True
+        scalers = [o for o in gc.get_objects() if issubclass(type(o), torch.amp.GradScaler)]
+        if all(getattr(scaler, "_scale", None) is None for scaler in scalers):  # a disabled one has none
+            warnings.warn(
+                "FP16 gradients without a loss scale underflow silently: scale the loss with fxamp.LossScaler or "
+                "torch.amp.GradScaler, or train with fxamp.TrainStep, which scales it.",
+                stacklevel=2,
+            )
+
+
+class Kept:
+    """Measures once what one compiled graph keeps for backward, where a partitioner decides what is recomputed.
+
+    Attributes:
+        by: the name of the compiler.
+        bytes: size of the storages that it kept, parameters excluded; None if no call with gradients was seen.
+    """
+
+    def __init__(self, by: object) -> None:
+        self.by = by if isinstance(by, str) else str(getattr(by, "__name__", type(by).__name__))
+        self.bytes: int | None = None
+        self._done = False
+
+    def __call__(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """Look at one call."""
+        if self._done or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        self._done = True
+        saved = kept_by_compiled(outputs)
+        if saved is not None:
+            parameters = {storage_id(value) for value in inputs if isinstance(value, nn.Parameter)}
+            sizes = {storage_id(t): t.untyped_storage().nbytes() for t in saved}
+            self.bytes = sum(size for storage, size in sizes.items() if storage not in parameters)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,10 +24,13 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from passes import compile_graph
 from passes._torch import (
+    SET_GRAD,
     BatchNorm,
     FakeTensorMode,
     HigherOrderOperator,
     codegen_of,
+    enter_autocast,
+    exit_autocast,
     flat_by,
     pytree,
     quiet_fakes,
@@ -41,33 +44,26 @@ from passes.contract.plan_format import REMEDY
 from passes.contract.policy import Policy
 from passes.graph.bodies import copy_body, put_in_place
 from passes.graph.grad import SWITCHES
-from passes.graph.notes import is_inserted, note
+from passes.graph.notes import is_inserted, note, note_of
+from passes.ops.rules import row_of
+from passes.runtime.regions import grad_mode
 from passes.runtime.sizes import check_sizes
-from passes.runtime.tracing import RuntimeTracer
 
-from .capture_jit import describe_regions
+from .capture_jit import attribute_of, describe_regions
 from .compiled import copied
 from .emitted import Emitted, with_record
-from .inputs import Inputs
+from .inputs import Inputs, resolve
 from .parameters import opaque_parameters, refuse_low_parameters
-from .regions import inline_regions
-from .resolve import resolve
-
-_HELD = "_fxamp"  # where the tensors and graphs lie that the graph holds beside parameters and buffers
 
 
 def convert_given(
     given: GraphModule | ExportedProgram, inputs: Inputs | None, policy: Policy, replayed: Plan | None = None, *,
     timer: Timer | None = None,
 ) -> GraphModule:  # fmt: skip
-    """Convert a graph.
+    """Convert a graph, which is not changed; an ExportedProgram keeps the mode that it was exported in.
 
-    Args:
-        given: is not changed. An ExportedProgram keeps the mode, train or eval, that it was exported in.
-        inputs: example inputs, by which values get shapes and dtypes where the graph has none.
-        policy: what is asked; device and dtype may be open.
-        replayed: the plan to carry out instead of deciding.
-        timer: measures calls, for cost="measured".
+    Values get shapes and dtypes by the inputs where the graph has none. A plan that is replayed is carried out instead
+    of deciding.
 
     Raises:
         CaptureError: values have no shapes, and there are no inputs; or the graph rejects the inputs.
@@ -83,7 +79,7 @@ def convert_given(
     named = dict(made.named_parameters())
     notes = (*refuse_low_parameters(named.items(), made.training), *opaque_parameters(named.items()))
     plan = compile_graph(
-        made.graph, settled, functools.partial(_attribute, made), capture="graph", notes=notes, plan=replayed,
+        made.graph, settled, functools.partial(attribute_of, made), capture="graph", notes=notes, plan=replayed,
         timer=timer,
     )  # fmt: skip
     if isinstance(given, ExportedProgram):
@@ -99,7 +95,12 @@ def store_low(made: GraphModule) -> None:
     Before: linear(to(x, bfloat16), to(self.weight, bfloat16))     self.weight: float32
     After:  linear(to(x, bfloat16), self.weight)                   self.weight: bfloat16
     """
-    _own_modules(made)
+    for path, module in list(made.named_modules()):  # copies, of those that a trace shares with its model
+        shared_module = type(module) is not nn.Module and not isinstance(module, GraphModule)
+        if shared_module and made.get_submodule(path) is module:
+            parent, _, name = path.rpartition(".")
+            memo = {id(t): t for t in (*module.parameters(), *module.buffers())}
+            setattr(made.get_submodule(parent), name, copy.deepcopy(module, memo))
     reads: dict[str, list[Node]] = {}
     for node in made.graph.find_nodes(op="get_attr"):
         reads.setdefault(str(node.target), []).extend(node.users)
@@ -111,7 +112,7 @@ def store_low(made: GraphModule) -> None:
         dtypes = {user.args[1] for user in users if is_inserted(user)}
         if len(dtypes) != 1 or not all(map(is_inserted, users)):
             continue
-        low = nn.Parameter(_attribute(made, paths[0]).detach().to(next(iter(dtypes))), requires_grad=False)
+        low = nn.Parameter(attribute_of(made, paths[0]).detach().to(next(iter(dtypes))), requires_grad=False)
         for path in paths:
             owner, _, name = path.rpartition(".")
             setattr(made.get_submodule(owner), name, low)
@@ -121,48 +122,72 @@ def store_low(made: GraphModule) -> None:
     made.recompile()
 
 
-def _own_modules(made: GraphModule) -> None:
-    """Put copies in the place of modules that a trace shares with its model, over the same tensors."""
-    for path, module in list(made.named_modules()):
-        parent, _, name = path.rpartition(".")
-        shared = type(module) is not nn.Module and not isinstance(module, GraphModule)
-        if shared and made.get_submodule(path) is module:
-            memo = {id(t): t for t in (*module.parameters(), *module.buffers())}
-            setattr(made.get_submodule(parent), name, copy.deepcopy(module, memo))
-
-
-def _attribute(root: nn.Module, path: str) -> Any:
-    return functools.reduce(getattr, path.split("."), root)
-
-
 def _copied(given: GraphModule | ExportedProgram) -> GraphModule:
     """Return a copy over the same tensors, whose graphs may be changed."""
     gm: Any = given.module(check_guards=False) if isinstance(given, ExportedProgram) else given
-    graph = Graph(tracer_cls=RuntimeTracer)
-    graph.output(graph.graph_copy(gm.graph, {}))
-    graph.set_codegen(copy.copy(codegen_of(gm.graph)))
-    made = Emitted(gm, graph, type(gm).__name__)
-    made.training = gm.training
-    held: dict[str, Any] = {}
+    made = copied(gm, Emitted)
     for node in made.graph.nodes:
-        if node.op == "get_attr" and isinstance(body := _attribute(made, str(node.target)), GraphModule):
-            name = str(node.target).replace(".", "_")
-            held.setdefault(name, copied(body))
-            node.target = f"{_HELD}.{name}"
         if isinstance(node.type, str):
             node.type = None  # an annotation that is not evaluated, with which a graph cannot be pickled
         # Where a model rebinds a buffer, an export copies into it; torch gives the copy the dtype of what is copied.
         like: Any = node.args[0] if node.target is torch.ops.aten.copy_.default else node
         if "val" in like.meta:
             node.meta["val"] = pytree.tree_map(without_transforms, like.meta["val"])
-    inline_regions(made.graph, held)
+    inline_regions(made)
     describe_regions(list(made.graph.nodes), None)
-    if held:
-        holder = nn.Module()
-        for name, value in held.items():
-            setattr(holder, name, value)
-        made.add_module(_HELD, holder)
     return made
+
+
+def inline_regions(gm: GraphModule) -> None:
+    """Replace the exporter's grad-mode and autocast regions by their bodies, each between two switches of the mode.
+
+    The settings of an autocast region are also noted on its nodes, since the colours replace its switches.
+
+    Before: wrap_with_set_grad_enabled(False, body, x)
+    After:  a = grad_mode(); set_grad(False); ...; set_grad(a)
+    """
+    nodes = list(gm.graph.nodes)
+    while nodes:
+        if row_of(node := nodes.pop()).switches:
+            nodes += _inline(gm, node)
+
+
+def _inline(gm: GraphModule, node: Node) -> list[Node]:
+    """Replace one region by its body; return the nodes of that."""
+    at = next(i for i, a in enumerate(node.args) if isinstance(a, Node))
+    settings, holder, operands = node.args[:at], node.args[at], list(node.args[at + 1 :])
+    assert isinstance(holder, Node)
+    body: GraphModule = attribute_of(gm, str(holder.target))
+    region = note_of(node).region
+    leave: Callable[..., Any]
+    with gm.graph.inserting_before(node):
+        if row_of(node).switches == "grad":
+            leave, entered = SET_GRAD, gm.graph.call_function(grad_mode)
+            gm.graph.call_function(SET_GRAD, settings)
+        else:
+            device, dtype, enabled, _ = settings
+            region = (str(device), bool(enabled), dtype)  # type: ignore[assignment]
+            leave, entered = exit_autocast, gm.graph.call_function(enter_autocast, settings)
+        copied, result = copy_body(gm.graph, body.graph, operands)
+        gm.graph.call_function(leave, (entered,))
+    for new in copied:
+        if region is not None and note_of(new).region is None:
+            note(new, region=region)
+        if new.op == "get_attr":
+            new.target = _held(gm, f"{holder.name}_{new.target}", attribute_of(body, str(new.target)))
+    put_in_place(gm.graph, node, result)
+    if not holder.users:
+        gm.graph.erase_node(holder)
+    return copied
+
+
+def _held(gm: GraphModule, name: str, value: Any) -> str:
+    """Keep what a body holds as an attribute of its graph; return the name, which is a new one."""
+    name = name.replace(".", "_")
+    while getattr(gm, name, value) is not value:
+        name += "_"
+    setattr(gm, name, value)
+    return name
 
 
 def _check_sizes_first(made: GraphModule, program: ExportedProgram) -> None:
@@ -215,7 +240,8 @@ def _inline_modules(made: GraphModule) -> None:
         bound = inspect.signature(module.forward).bind(*node.args, **node.kwargs)
         bound.apply_defaults()
         operands = bound.arguments
-        body = _body_of(module, {name: value for name, value in operands.items() if not _holds_node(value)})
+        known = {k: v for k, v in operands.items() if not any(isinstance(x, Node) for x in pytree.tree_leaves(v))}
+        body = _body_of(module, known)
         if body is None:
             continue
         with made.graph.inserting_before(node):
@@ -230,10 +256,6 @@ def _inline_modules(made: GraphModule) -> None:
         if isinstance(result, Node) and "val" in node.meta:
             result.meta["val"] = node.meta["val"]
         put_in_place(made.graph, node, result)
-
-
-def _holds_node(value: Any) -> bool:
-    return any(isinstance(leaf, Node) for leaf in pytree.tree_leaves(value))
 
 
 def _body_of(module: nn.Module, known: Mapping[str, Any]) -> Graph | None:
@@ -257,14 +279,14 @@ def _fill(made: GraphModule, inputs: Inputs | None) -> None:
     Raises:
         CaptureError: they are needed, and there are no inputs; or the graph rejects the inputs.
     """
-    nodes = [n for n in made.graph.nodes if n.op not in ("output",)]
+    nodes = [n for n in made.graph.nodes if n.op != "output"]
     for node in nodes:
         if "val" not in node.meta and "example_value" in node.meta:
             node.meta["val"] = node.meta["example_value"]
     lacking = [n for n in nodes if "val" not in n.meta and n.op != "get_attr" and n.target not in SWITCHES]
     if not lacking:
         for node in made.graph.find_nodes(op="get_attr"):
-            value = _attribute(made, str(node.target)) if "val" not in node.meta else None
+            value = attribute_of(made, str(node.target)) if "val" not in node.meta else None
             if isinstance(value, torch.Tensor):
                 node.meta["val"] = FakeTensorMode().from_tensor(value)
         return
@@ -302,12 +324,11 @@ class _Propagation(FakeTensorProp):
         return self._mode.from_tensor(value, static_shapes=True) if isinstance(value, torch.Tensor) else value
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if isinstance(target, HigherOrderOperator):
-            args = pytree.tree_map(self._inside, args)
-        return super().call_function(target, args, kwargs)
+        def inside(arg: Any) -> Any:
+            return _Propagation(arg, self._mode).run if isinstance(arg, GraphModule) else arg
 
-    def _inside(self, arg: Any) -> Any:
-        return _Propagation(arg, self._mode).run if isinstance(arg, GraphModule) else arg
+        args = pytree.tree_map(inside, args) if isinstance(target, HigherOrderOperator) else args
+        return super().call_function(target, args, kwargs)
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         return self.whole[target](*args, **kwargs)

@@ -1,13 +1,19 @@
-"""Example inputs: what a model is called with when it is captured."""
+"""Example inputs: what a model is called with when it is captured, and what of the policy is settled by it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
-from passes.contract.errors import CaptureError
+from passes._torch import pytree
+from passes.contract.devices import DEVICES
+from passes.contract.errors import CaptureError, PolicyError
+from passes.contract.policy import Policy
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -15,12 +21,8 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 def as_inputs(args: Any, kwargs: Any) -> Inputs | None:
     """Return positional and keyword inputs; None when there are none.
 
-    Args:
-        args: a tuple or list of inputs, or a lone tensor.
-        kwargs: a mapping of inputs by name.
-
     Raises:
-        CaptureError: they are something else.
+        CaptureError: they are no tuple or list, or lone tensor, and no mapping.
     """
     if args is None and kwargs is None:
         return None
@@ -34,3 +36,32 @@ def as_inputs(args: Any, kwargs: Any) -> Inputs | None:
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise CaptureError(f"kwargs is a dict of example inputs, not {type(kwargs).__name__}.")
     return tuple(args), dict(kwargs or {})
+
+
+def resolve(policy: Policy, model: nn.Module, inputs: Any) -> Policy:
+    """Fill in the device (of the parameters, else of the inputs, else the CPU) and the low dtype.
+
+    The low dtype is the ambient autocast's, which is the device's default where there is none.
+
+    Raises:
+        PolicyError: fxamp has no op lists for the device.
+    """
+    device = policy.device or device_of(model, inputs)
+    if device not in DEVICES:
+        raise PolicyError(
+            f"{type(model).__name__} is on '{device}', for which fxamp has no op lists: move the model to one of "
+            f"{', '.join(DEVICES)} before converting, or set device= in the policy to one of these."
+        )
+    dtype = policy.dtype or torch.get_autocast_dtype(device)
+    return replace(policy, device=device, dtype=dtype)
+
+
+def device_of(model: nn.Module, inputs: Any) -> str:
+    """Return the kind of device of the parameters, else of the buffers, else of the inputs, else the CPU."""
+    return first_device(itertools.chain(model.parameters(), model.buffers(), pytree.tree_leaves(inputs)))
+
+
+def first_device(values: Iterable[Any]) -> str:
+    """Return the kind of device of the first tensor among some values; the CPU where there is none, or it is meta."""
+    found = next((v.device.type for v in values if isinstance(v, torch.Tensor)), "cpu")
+    return "cpu" if found == "meta" else found

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Container, Set
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph
+from torch.fx import Graph, Node
 from torch.utils.weak import WeakIdKeyDictionary
 
 from passes._torch import pytree
-from passes.contract.devices import DEVICES
-from passes.contract.policy import Policy
 from passes.graph.notes import note
 from passes.graph.values import LOW_DTYPES, dtypes_of
 
 _OWN: Any = WeakIdKeyDictionary()  # the dtypes that values which left a graph have in the model itself
-_CONTEXTS: dict[tuple[str, torch.dtype, bool], list[torch.autocast]] = {}  # for reuse; none is entered now
 
 
 def note_own(value: Tensor, dtype: torch.dtype) -> None:
@@ -34,17 +30,16 @@ def leaving(value: Any) -> Any:
     return value
 
 
-def note_leaving(graph: Graph, own: Sequence[bool]) -> None:
+def note_leaving(graph: Graph, own: Set[Node]) -> None:
     """Note which values leave the model, in the place of the calls that say so.
 
     A value that this graph was given, after a break, is cast here, unless the model itself makes it low (`own`).
     """
-    places = [n for n in graph.nodes if n.op == "placeholder"]
     for node in graph.find_nodes(op="call_function", target=leaving):
         value: Any = node.args[0]
-        if value not in places:
+        if value.op != "placeholder":
             note(value, leaves=True)
-        elif not own[places.index(value)] and dtypes_of(value.meta["example_value"]) in LOW_DTYPES:
+        elif value not in own and dtypes_of(value.meta["example_value"]) in LOW_DTYPES:
             node.op, node.target = "call_method", "float"
             node.meta["example_value"] = node.meta["example_value"].float()
             continue
@@ -66,42 +61,8 @@ def is_low_throughout(model: nn.Module, inputs: Any) -> bool:
     return next(floats, False) and all(floats)
 
 
-@contextlib.contextmanager
-def under_autocast(policy: Policy, model: nn.Module, args: Any, kwargs: Any) -> Iterator[torch.dtype | None]:
-    """Run with the autocast of a policy: on, except at O0. Yields the low dtype, or None if nothing is low.
-
-    Ambient autocast gives the dtype that the policy leaves open.
-    """
-    device = policy.device or _device(model, args, kwargs)
-    if device not in DEVICES or not DEVICES[device].is_here():
-        yield None
-        return
-    on, before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-    low, wanted = policy.dtype or before, policy.level.rounds
-    if on == wanted and (not on or low == before):
-        yield low if wanted else None
-        return
-    free = _CONTEXTS.setdefault((device, low, wanted), [])
-    context = free.pop() if free else torch.autocast(device, dtype=low, enabled=wanted)
-    try:
-        with context:
-            yield low if wanted else None
-    finally:
-        free.append(context)
-
-
-def _device(model: nn.Module, args: Any, kwargs: Any) -> str:
-    """Return the kind of device of the parameters, else of the inputs, else the CPU."""
-    found: Tensor | None = next(model.parameters(), None)
-    if found is None:
-        found = next((t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)), None)
-    return found.device.type if found is not None and found.device.type != "meta" else "cpu"
-
-
-def restored(
-    outputs: Any, low: torch.dtype, is_given: Callable[[Tensor], bool], made: dict[int, Any] | None = None
-) -> Any:
-    """Return outputs with low values cast to FP32, unless the model itself makes them low or was given them.
+def restored(outputs: Any, low: torch.dtype, given: Container[int], made: dict[int, Any] | None = None) -> Any:
+    """Return outputs with low values cast to FP32, unless the model itself makes or holds them, or was `given` them.
 
     Containers that pytree does not know, except dataclasses, are left unchanged, so a cache keeps low values.
     An output that is returned twice stays one tensor: `made` maps the identity of each output to what was made of it.
@@ -109,22 +70,22 @@ def restored(
     made = {} if made is None else made
     leaves, spec = pytree.tree_flatten(outputs)
     for leaf in leaves:
-        if id(leaf) in made:
+        if id(leaf) in made or isinstance(leaf, nn.Parameter):
             continue
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            made[id(leaf)] = _restored_fields(leaf, low, is_given, made)
+            made[id(leaf)] = _restored_fields(leaf, low, given, made)
         elif isinstance(leaf, Tensor) and leaf in _OWN:
             made[id(leaf)] = leaf.to(_OWN[leaf])
-        elif isinstance(leaf, Tensor) and leaf.dtype == low and not is_given(leaf):
+        elif isinstance(leaf, Tensor) and leaf.dtype == low and id(leaf) not in given:
             made[id(leaf)] = leaf.float()
     changed = [made.get(id(leaf), leaf) for leaf in leaves]
     same = all(new is old for new, old in zip(changed, leaves, strict=True))
     return outputs if same else pytree.tree_unflatten(changed, spec)
 
 
-def _restored_fields(value: Any, low: torch.dtype, is_given: Callable[[Tensor], bool], made: dict[int, Any]) -> Any:
+def _restored_fields(value: Any, low: torch.dtype, given: Container[int], made: dict[int, Any]) -> Any:
     held = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
-    changed = {name: new for name, old in held.items() if (new := restored(old, low, is_given, made)) is not old}
+    changed = {name: new for name, old in held.items() if (new := restored(old, low, given, made)) is not old}
     if not changed:
         return value
     out = copy.copy(value)

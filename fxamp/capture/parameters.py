@@ -64,10 +64,7 @@ def refuse_low_parameters(
 ) -> tuple[str, ...]:
     """Raise PolicyError where trainable FP16 or BF16 parameters would be trained; return notes for the plan elsewhere.
 
-    Args:
-        named: parameters, and other values, by name.
-        training: the model is in train mode.
-        gathered: says whether FSDP2 gathered these values; the sharded parameters behind them may be FP32.
+    If FSDP2 `gathered` these values, the sharded parameters behind them may be FP32.
     """
     low = low_parameters(named)
     if not low:

@@ -1,22 +1,20 @@
 """Count the casts, bytes and ops of a training step, and time steps side by side.
 
-The counts are exact and the same on every run; compare times only as ratios, within one call of `interleaved`.
+The counts are exact and the same on every run; compare times only as ratios, within one call of `laps`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from passes._torch import TorchDispatchMode
-from passes.contract.errors import FxampError
 
 
 @dataclass(frozen=True)
@@ -27,13 +25,6 @@ class StepCounts:
     cast_bytes: int
     saved_bytes: int
     ops: int
-
-
-class Timing(NamedTuple):
-    """Seconds of a step: the median, and the distance between its quartiles."""
-
-    median: float
-    spread: float
 
 
 class _Counter(TorchDispatchMode):
@@ -55,14 +46,10 @@ class _Counter(TorchDispatchMode):
             pairs = [(args[0], args[1])]
         elif func is torch.ops.aten._foreach_copy_.default:
             pairs = list(zip(args[0], args[1], strict=True))
-        moved = [to.nbytes + source.nbytes for to, source in pairs if _is_cast(to, source)]
-        self.casts += bool(moved)
-        self.cast_bytes += sum(moved)
+        casts = [(to, source) for to, source in pairs if to.is_floating_point() and to.dtype != source.dtype]
+        self.casts += bool(casts)
+        self.cast_bytes += sum(to.nbytes + source.nbytes for to, source in casts)
         return out
-
-
-def _is_cast(to: Tensor, source: Tensor) -> bool:
-    return to.is_floating_point() and to.dtype != source.dtype
 
 
 def step_counts(fn: Callable[[], Tensor]) -> StepCounts:
@@ -101,10 +88,7 @@ def saved_bytes(fn: Callable[[], Tensor]) -> int:
 def window_counts(loss: Callable[[], Tensor], micro_batches: int, weights: Any = None) -> StepCounts:
     """Count the forwards and backwards of one window; the bytes saved for backward are those of one micro-batch.
 
-    Args:
-        loss: computes the loss of a micro-batch. Gradients are None before, as after a step.
-        micro_batches: in a window.
-        weights: which casts of weights are kept for it, if any are: `weights` of a TrainStep.
+    Gradients are None before, as after a step. If casts of weights are kept, `weights` is that of a TrainStep.
     """
     found = step_counts(lambda: last_loss(loss, micro_batches, weights))
     with torch.random.fork_rng(), contextlib.nullcontext() if weights is None else weights.window():
@@ -121,20 +105,6 @@ def last_loss(loss: Callable[[], Tensor], micro_batches: int, weights: Any = Non
         return loss()
 
 
-def interleaved(
-    variants: Mapping[str, Callable[[], object]], rounds: int | Iterable[object], *, warmup: int = 2
-) -> dict[str, Timing]:
-    """Time each variant once per round, in turn, so that the machine's drift hits all alike.
-
-    Args:
-        variants: what to run, by name.
-        rounds: how many rounds, or an iterable to run through, such as a progress bar.
-        warmup: rounds at the beginning that are run but not counted.
-    """
-    taken = laps(variants, range(rounds) if isinstance(rounds, int) else rounds)
-    return {name: _timing(seconds[warmup:]) for name, seconds in taken.items()}
-
-
 def laps(variants: Mapping[str, Callable[[], object]], rounds: Iterable[object]) -> dict[str, list[float]]:
     """Return the seconds of each variant in each round, in which they take turns."""
     seconds: dict[str, list[float]] = {name: [] for name in variants}
@@ -146,13 +116,6 @@ def laps(variants: Mapping[str, Callable[[], object]], rounds: Iterable[object])
             _synchronize()
             seconds[name].append(time.perf_counter() - start)
     return seconds
-
-
-def _timing(seconds: list[float]) -> Timing:
-    if len(seconds) < 2:
-        raise FxampError(f"{len(seconds)} timed rounds are too few: give at least two more rounds than `warmup`")
-    low, _, high = statistics.quantiles(seconds, n=4)
-    return Timing(statistics.median(seconds), high - low)
 
 
 def _synchronize() -> None:

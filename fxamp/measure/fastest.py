@@ -28,13 +28,13 @@ from passes.contract.policy import Policy
 from passes.contract.reasons import Code
 from passes.graph.values import no_autocast
 
-from ..capture.inputs import Inputs
+from ..capture.inputs import Inputs, resolve
 from ..trust.preserved import fresh, preserved
 from ..view.graphs import plan_of
 from ..view.prime import capture, twin_of
 from ..view.view import make_view, runner_of
 from .counts import laps
-from .timing import training_alone
+from .timing import OpTimer, training_alone
 
 logger = logging.getLogger(__name__)
 
@@ -44,35 +44,31 @@ ROUNDS = (5, 100)  # at least and at most
 NOISE = 1.01  # steps whose times differ by less than this factor count as equally fast
 
 
-def measurable(policy: Policy, model: nn.Module, inputs: Inputs | None) -> Policy:
-    """Return a policy with device and dtype; raise PolicyError where nothing can be run."""
+def op_timer(policy: Policy, model: nn.Module, inputs: Inputs | None) -> OpTimer:
+    """Return what measures calls on the device of a policy; raise PolicyError where nothing can be run."""
+    device = str(resolve(policy, model, inputs).device)
     instead = "or choose cost='bytes', the default"
     if inputs is None:
         raise PolicyError(
             f"cost='measured' runs the model's ops: give example inputs, fxamp.convert(model, args, kwargs), {instead}."
         )
-    if not DEVICES[policy.device or "cpu"].is_here():
+    if not DEVICES[device].is_here():
         raise PolicyError(
-            f"cost='measured' runs ops on {policy.device!r}, which this machine does not have: convert on a "
+            f"cost='measured' runs ops on {device!r}, which this machine does not have: convert on a "
             f"machine that has it, {instead}."
         )
     leaves = pytree.tree_leaves((list(model.parameters()), list(model.buffers()), inputs))
     homes = sorted({t.device.type for t in leaves if isinstance(t, Tensor)})
-    if homes and policy.device not in homes:
+    if homes and device not in homes:
         raise PolicyError(
-            f"cost='measured' runs the model on '{policy.device}', and the model is on '{homes[0]}': move model and "
-            f"inputs to '{policy.device}' before converting, {instead}."
+            f"cost='measured' runs the model on '{device}', and the model is on '{homes[0]}': move model and "
+            f"inputs to '{device}' before converting, {instead}."
         )
-    return policy
+    return OpTimer(device)
 
 
 def fastest_plan(view: Any, inputs: Inputs) -> Plan:
-    """Return the plan of a view; at O2 that of O1 or of FP32 instead, if a step of it is faster.
-
-    Args:
-        view: captured with measured costs.
-        inputs: the example inputs that it was captured with.
-    """
+    """Return the plan of a view with measured costs; at O2 that of O1 or of FP32 instead, if a step of it is faster."""
     runner = runner_of(view)
     policy, model = runner.policy, runner.model
     if not policy.level.may_keep_products_fp32:
@@ -108,12 +104,9 @@ def fastest(seconds: Mapping[str, Sequence[float]]) -> str:
     best = min(rounded, key=lambda name: least[name] * (1 if name == "O2" else NOISE))
     if "FP32" not in least:
         return best
-    spread = max(_lower_quartile(seconds[name]) - least[name] for name in (best, "FP32"))
+    rivals = {name: seconds[name] for name in (best, "FP32") if len(seconds[name]) > 2}
+    spread = max((statistics.quantiles(all_, n=4)[0] - least[name] for name, all_ in rivals.items()), default=0.0)
     return best if max(NOISE * least[best], least[best] + spread) < least["FP32"] else "FP32"
-
-
-def _lower_quartile(taken: Sequence[float]) -> float:
-    return statistics.quantiles(taken, n=4)[0] if len(taken) > 2 else min(taken)
 
 
 def _race(views: Mapping[str, Any], model: nn.Module, inputs: Inputs) -> dict[str, list[float]]:

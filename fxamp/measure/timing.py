@@ -72,12 +72,12 @@ class OpTimer:
         """Time one call, forward and backward, several times; return the nanoseconds of each."""
         run()
         taken: list[int] = []
-        end = time.perf_counter() + PATIENCE
+        end, synchronize = time.perf_counter() + PATIENCE, DEVICES[self.device].synchronize
         while len(taken) < 2 or (_near(taken) < SETTLED and time.perf_counter() < end):
-            self._synchronize()
+            synchronize()
             start = time.perf_counter_ns()
             run()
-            self._synchronize()
+            synchronize()
             taken.append(time.perf_counter_ns() - start)
         return taken
 
@@ -103,9 +103,6 @@ class OpTimer:
         index = not filler.dtype.is_floating_point and filler.dtype is not torch.bool
         storage = torch.full((max(size, 1),), 0 if index else 1, dtype=filler.dtype, device=self.device)
         return storage.as_strided(filler.shape, filler.stride).requires_grad_(filler.requires_grad)
-
-    def _synchronize(self) -> None:
-        DEVICES[self.device].synchronize()
 
 
 def _clocks() -> tuple[int, int]:

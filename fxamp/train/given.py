@@ -46,8 +46,7 @@ def policies_of(model: nn.Module) -> list[Policy]:
 
 def policies_asked(model: nn.Module) -> list[str]:
     """Return the policies that were asked for, each once, for the parts of a model that are converted."""
-    asked = (runner_of(m).asked if is_view(m) else compiled.asked_of(m) for m in model.modules())
-    return list(dict.fromkeys(str(policy) for policy in asked if policy is not None))
+    return list(dict.fromkeys(str(runner_of(m).asked) for m in model.modules() if is_view(m)))
 
 
 def scaler_of(scaler: object, low_dtype: torch.dtype | None) -> LossScaler:

@@ -183,7 +183,9 @@ def loss_of(output: Any, target: Any, loss: Loss, *, any_will_do: bool = False) 
         require_loss(found)
         return found, ()
     if target is not None:
-        raise PolicyError("a target was given without a loss function: give both, or leave out the target.")
+        raise PolicyError(
+            "a target was given without loss= (loss_fn of a TrainStep): give both, or leave out the target."
+        )
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     found = output if found is None and isinstance(output, Tensor) and not output.dim() else found
     if isinstance(found, Tensor) and found.is_floating_point() and found.numel() == 1:

@@ -30,9 +30,12 @@ def held(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def tables(module: nn.Module) -> list[dict[str, Any]]:
-    """Return the attributes of a module, and torch's tables of its parameters, buffers, children and hooks."""
+    """Return the attributes of a module, and torch's tables of its buffers, children and hooks.
+
+    That of parameters is left out: FSDP2 exchanges gathered and sharded ones there, and has its own note of which.
+    """
     own = vars(module)
-    return [own, *(value for name, value in own.items() if name in _OWN and isinstance(value, dict))]
+    return [own, *(v for name, v in own.items() if name in _OWN - {"_parameters"} and isinstance(v, dict))]
 
 
 @contextlib.contextmanager

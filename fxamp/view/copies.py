@@ -108,10 +108,7 @@ class Copies:
     def of(self, master: Tensor, dtype: torch.dtype, flagged: bool = False) -> Tensor:
         """Return the copy of a parameter, which is made if there is none that is valid.
 
-        Args:
-            master: the parameter.
-            dtype: the low dtype.
-            flagged: it requires a gradient as the parameter does, also where none are computed.
+        If it is `flagged`, it requires a gradient as the parameter does, also where none are computed.
         """
         copy = self._copies.get((id(master), dtype))
         if copy is None or not (copy.holds(master) or (self._frozen and copy.valid)):
@@ -142,14 +139,14 @@ class Copies:
 
     def open(self) -> None:
         """Begin a window: cast again, in place and together, all that was read in the last one."""
-        found = [(copy, master) for copy in self._copies.values() if copy.read and copy.fits(master := copy.master())]
+        read: list[tuple[_Copy, Any]] = [(copy, copy.master()) for copy in self._copies.values() if copy.read]
+        found = [(copy, master) for copy, master in read if copy.fits(master)]
         self.end()
         if found and not torch.is_inference_mode_enabled():
             with torch.no_grad():
-                copy_together([copy.low for copy, _ in found], [master for _, master in found if master is not None])
+                copy_together([copy.low for copy, _ in found], [master for _, master in found])
             for copy, master in found:
-                if master is not None:
-                    copy.filled(master)
+                copy.filled(master)
             self.casts += len(found)
         for copy in self._copies.values():
             copy.read = False
@@ -207,13 +204,7 @@ class Opened:
 
 
 class Lifted(NamedTuple):
-    """A cast of a parameter that is an input of the graph.
-
-    Attributes:
-        place: which input the parameter is.
-        dtype: the low dtype.
-        flagged: it keeps `requires_grad` where no gradients are computed.
-    """
+    """A cast of a parameter that is an input of the graph: which input the parameter is, and as `Copies.of` has it."""
 
     place: int
     dtype: torch.dtype
@@ -221,13 +212,10 @@ class Lifted(NamedTuple):
 
 
 def weight_casts(graph: Graph, kept: Mapping[int, Any], *, sums_inside: bool = False) -> Iterator[tuple[Node, Lifted]]:
-    """Yield the casts that can be lifted out of a graph.
+    """Yield the casts that can be lifted out of a graph, of which `kept` are the parameters by place.
 
-    Args:
-        graph: a graph whose parameters are inputs.
-        kept: the parameters, by place.
-        sums_inside: gradients are summed inside the graph's own backward. The gradient of an input is added after that,
-            so that the sum of three or more would have another order: then the cast stays.
+    If gradients are summed inside the graph's own backward, that of an input is added after that: of three or more the
+    sum would have another order, and the cast stays.
     """
     places = [n for n in graph.nodes if n.op == "placeholder"]
     at = {n: i for i, n in enumerate(places) if i in kept}
@@ -256,10 +244,7 @@ def _with_gradients(graph: Graph) -> set[Node]:
 def lift(
     gm: GraphModule, inputs: Sequence[Any], *, sums_inside: bool = False
 ) -> tuple[GraphModule, list[Any], list[Lifted]]:
-    """Return a graph in which casts of parameters are further inputs, example inputs, and what each is a cast of.
-
-    The graph is a copy without Dynamo's notes on its placeholders.
-    """
+    """Return a copy of a graph in which casts of parameters are further inputs, its inputs, and what each casts."""
     graph = torch.fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     examples, lifted = list(inputs), list[Lifted]()
@@ -286,9 +271,8 @@ def with_copies(
 
     def call(*args: Any) -> Any:
         copies = opened()
-        if copies is None:
-            return run(*args, *(_cast(args[place], dtype, flagged) for place, dtype, flagged in lifted))
-        return run(*args, *(copies.of(args[place], dtype, flagged) for place, dtype, flagged in lifted))
+        low = _cast if copies is None else copies.of
+        return run(*args, *(low(args[place], dtype, flagged) for place, dtype, flagged in lifted))
 
     return call
 

@@ -68,6 +68,3 @@ def weights_of(entry: Entry) -> Iterator[tuple[str, Lifted]]:
     """Yield the weights whose casts can be lifted out of a graph: the name of each in the model, and its cast."""
     for _, what in weight_casts(entry.converted.graph.graph, entry.names):
         yield entry.names[what.place], what
-
-
-__all__ = ["frozen", "weights_of"]

@@ -1,27 +1,28 @@
 """One function that Dynamo compiles for a view: fresh code with a cache of its own, and the backend that converts.
 
 def forward(model, *args, **kwargs):            # fresh code: the cache and the recompile limit are the view's own
-with torch.autocast(device, dtype=low):     # inside the trace, so that it costs nothing at run time
-outputs = model(*args, **kwargs)        # the model is an argument, so that a twin runs by the same graphs
-return the outputs, marked as leaving the model
+    with torch.autocast(device, dtype=low):     # inside the trace, so that it costs nothing at run time
+        outputs = model(*args, **kwargs)        # the model is an argument, so that a twin runs by the same graphs
+    return the outputs, marked as leaving the model
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import re
 import sys
 import time
 import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from passes._torch import (
     LIMIT_IS_ARGUMENT,
@@ -31,20 +32,17 @@ from passes._torch import (
     exit_autocast,
     forget_compiled,
     global_module_hooks,
-    inner_backend,
     pop_mode,
     push_mode,
     pytree,
     source_name,
 )
-from passes.graph.values import no_autocast
 
-from ..capture.backend import at_call, compiling, inner_of, leave_sharing_to_the_compiler, noted, rewrite
-from ..capture.call import current
+from ..capture.backend import inner_of, rewrite, run_by
+from ..capture.call import Call, current
 from ..capture.compiled import Converted, break_of, copied, elsewhere
-from ..capture.kept import Kept
+from ..capture.emitted import Kept, at_call
 from ..capture.outputs import leaving
-from ..trust.watch import node_by_node
 from .copies import Lifted, lift, with_copies
 from .replay import Replaying
 from .state import State, state_of
@@ -52,6 +50,7 @@ from .state import State, state_of
 if TYPE_CHECKING:
     from .runner import Runner
 
+_MARKS = (enter_autocast, exit_autocast, leaving)  # of regions and of outputs; a graph of these alone is no plan
 LIMIT = 32  # an ordinary life has 6 to 8 graphs: train and eval, no_grad and inference, a last batch, a frozen layer
 _OURS = re.compile(rf' *File "{re.escape(__file__)}".*\n.*\n?')  # the frame of the function that is compiled
 
@@ -88,12 +87,9 @@ class Entry:
 class Function:
     """One compiled function of a view: its cache, its limit, and which graphs its calls ran.
 
-    Args:
-        runner: the view's.
+    Attributes:
         kind: "plain"; "window", where casts of parameters are inputs; or "transform", under `torch.vmap`.
         method: the name of the method that is captured, "" for a call.
-
-    Attributes:
         expected: how many graphs a call ran, by the first one that it ran.
         stale: says, if not None, that what was captured holds no longer.
         called: a call has ended since the function was made, or cleared.
@@ -106,14 +102,20 @@ class Function:
         self.called = False
         function = function_of(runner, method)
         self.code = function.__code__
-        backend = _Backend(self)
+        ours = weakref.ref(self)
+
+        def fxamp(gm: GraphModule, inputs: list[Any], **_: Any) -> Callable[..., Any]:  # by this name torch logs it
+            found: Any = ours()
+            run: Callable[..., Any] = found._compiled(gm, inputs)
+            return run
+
         self.call: Callable[..., Any]
         if kind == "transform":
-            self.call = compile_under_transform(function, backend, runner.dynamic)
+            self.call = compile_under_transform(function, fxamp, runner.dynamic)
         else:
             limit: Any = {"recompile_limit": LIMIT} if LIMIT_IS_ARGUMENT else {}
             self.call = torch.compile(
-                function, backend=backend, dynamic=runner.dynamic, fullgraph=runner.fullgraph, **OWN_CACHE, **limit
+                function, backend=fxamp, dynamic=runner.dynamic, fullgraph=runner.fullgraph, **OWN_CACHE, **limit
             )
         weakref.finalize(self, forget_compiled, self.code)  # torch would keep the graphs of code that is gone
 
@@ -122,6 +124,53 @@ class Function:
         forget_compiled(self.code)
         self.expected.clear()
         self.stale, self.called = None, False
+
+    def _compiled(self, gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        """Convert a graph that Dynamo captures, keep it on the view, and return what its inner compiler makes of it."""
+        runner: Any = self.runner()
+        call = current()
+        model = runner.model if call is None else call.model
+        state = state_of(model, self.method)
+        names = _names_in(model)
+        named = {i: names[id(v)] for i, v in enumerate(example_inputs) if id(v) in names}
+        sources = [source_name(n) for n in gm.graph.nodes if n.op == "placeholder"]
+        constants = {
+            i: v.detach().clone() for i, v in enumerate(example_inputs)
+            if isinstance(v, Tensor) and not v.dim() and i not in named and sources[i].startswith("L['model']")
+        }  # fmt: skip
+        real = any(n.op.startswith("call") and n.target not in _MARKS for n in gm.graph.nodes)
+        for node in gm.graph.nodes:
+            if trace := node.meta.get("stack_trace"):
+                node.meta["stack_trace"] = _OURS.sub("", trace)
+        captured = copied(gm)
+        inner, notes = inner_of("eager" if self.kind == "transform" else runner.backend, gm)
+        plan = runner.replayed
+        replaying = None if plan is None else Replaying(plan, runner.entries, state, break_of(gm))
+        converted, outputs = rewrite(
+            gm, example_inputs, runner.policy, notes, runs_on=runner.device, timer=runner.timer,
+            penalties=runner.penalties, replayed=replaying,
+        )  # fmt: skip
+        if replaying is not None:
+            runner.note(*replaying.notes(converted.plan))
+        whole, inputs, lifted = gm, list(example_inputs), list[Lifted]()
+        if self.kind == "window":
+            whole, inputs, lifted = lift(gm, inputs, sums_inside=inner != "eager")
+        started = time.perf_counter()
+        run = run_by(inner, runner.mode, runner.options, whole, inputs, converted)
+        seconds = time.perf_counter() - started
+        if lifted:
+            run = with_copies(run, lifted, runner.opened)
+        kept = None if inner == "eager" else Kept(inner)
+        number = len(runner.entries) if real else -1
+        if real and model is not runner.model:  # a twin's, of code that Dynamo captured once more
+            same = (e for e in runner.entries if e.state == state and e.converted.computed == converted.computed)
+            number = next((e.number for e in same), number)
+        if number == len(runner.entries):
+            runner.entries.append(Entry(number, converted, captured, named, constants, state, seconds, kept))
+        if hooks := _global_hooks():
+            self.stale = lambda: _global_hooks() != hooks
+        run = _numbered(run, captured, number, kept, self.runner)
+        return at_call(run, converted, example_inputs, outputs, partial(_reused, self.runner, number))
 
 
 def function_of(
@@ -132,13 +181,11 @@ def function_of(
     `leave` marks its outputs, and `region` holds further arguments of its autocast region.
     """
     device, low = runner.device, runner.low
-    rounds = runner.policy.level.rounds and runner.traces_autocast
     author: Any = getattr(type(runner.model), method) if method else None
     # Under torch.vmap a trace has FP32 where autocast makes low values; and autocast makes no half complex numbers.
     dtypes = (low, torch.float32, torch.complex64)
-    restores = runner.policy.level.rounds and runner.policy.output_dtype == "original"
-    mark = torch.compiler.allow_in_graph(leave) if restores else None
-    autocast, tree_map, whole = torch.autocast, pytree.tree_map, is_whole
+    mark = torch.compiler.allow_in_graph(leave) if runner.restores else None
+    autocast, tree_map, whole = torch.autocast, pytree.tree_map, _is_whole
 
     def marked(value: Any) -> Any:
         return mark(value) if mark is not None and isinstance(value, Tensor) and value.dtype in dtypes else value
@@ -152,7 +199,7 @@ def function_of(
         outputs = model(*args, **kwargs) if author is None else author(model, *args, **kwargs)
         return outputs if mark is None else tree_map(marked, outputs, is_leaf=whole)
 
-    forward: Any = rounded if rounds else plain
+    forward: Any = rounded if runner.policy.level.rounds and runner.traces_autocast else plain
     code = forward.__code__.replace(co_name=f"{method or 'forward'}_of_{type(runner.model).__name__}")
     return types.FunctionType(code, _globals_for(runner.model), closure=forward.__closure__)
 
@@ -165,166 +212,84 @@ def _globals_for(model: nn.Module) -> dict[str, Any]:
     for forward in dict.fromkeys(type(module).forward for module in model.modules()):
         found: dict[str, Any] = getattr(forward, "__globals__", globals())
         name = found.get("__name__")
-        if name is not None and vars(sys.modules.get(name, _NO_MODULE)) is not found and not _is_found(name):
+        if name in sys.modules and vars(sys.modules[name]) is not found:
+            return found  # another module has this name
+        if name is not None and name not in sys.modules and not _is_found(name):
             return found
     return globals()
 
 
 def _is_found(name: str) -> bool:
-    if name in sys.modules:
-        return False  # another module has this name
     try:
         return importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):
         return False
 
 
-_NO_MODULE = types.ModuleType("none")
-
-
-def is_whole(value: Any) -> bool:
+def _is_whole(value: Any) -> bool:
     """Say whether a container is left as it is, with the low values in it: a cache is, as under autocast."""
     return not isinstance(value, (tuple, list, dict))
 
 
-class _Backend:
-    """fxamp in front of the inner compiler, for one compiled function."""
-
-    __name__ = "fxamp"
-
-    def __init__(self, function: Function) -> None:
-        self._function = weakref.ref(function)
-
-    def __call__(self, gm: GraphModule, example_inputs: list[Any], **_: Any) -> Callable[..., Any]:
-        function: Any = self._function()
-        runner: Runner = function.runner()
-        call = current()
-        model = runner.model if call is None else call.model
-        names = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
-        named = {i: names[id(v)] for i, v in enumerate(example_inputs) if id(v) in names}
-        sources = [source_name(n) for n in gm.graph.nodes if n.op == "placeholder"]
-        constants = {
-            i: v.detach().clone() for i, v in enumerate(example_inputs)
-            if isinstance(v, Tensor) and not v.dim() and i not in named and sources[i].startswith("L['model']")
-        }  # fmt: skip
-        real = any(map(_is_op, gm.graph.nodes))
-        for node in gm.graph.nodes:
-            if trace := node.meta.get("stack_trace"):
-                node.meta["stack_trace"] = _OURS.sub("", trace)
-        captured = copied(gm)
-        inner, notes = inner_of("eager" if function.kind == "transform" else runner.backend, gm)
-        replaying = Replaying(runner.replayed, runner.entries, state_of(model, function.method), break_of(gm))
-        converted, outputs = rewrite(
-            gm, example_inputs, runner.policy, notes, runs_on=runner.device, timer=runner.timer,
-            penalties=runner.penalties,
-            replayed=None if runner.replayed is None else replaying,
-        )  # fmt: skip
-        runner.note(*replaying.notes(converted.plan))
-        if inner != "eager":
-            leave_sharing_to_the_compiler(gm)
-        whole, lifted = gm, list[Lifted]()
-        inputs = list(example_inputs)
-        if function.kind == "window":
-            whole, inputs, lifted = lift(gm, inputs, sums_inside=inner != "eager")
-        started = time.perf_counter()
-        with no_autocast():
-            run = inner_backend(inner, runner.mode, dict(runner.options))(whole, inputs)
-        seconds = time.perf_counter() - started
-        run = node_by_node(run, whole, converted, inner, compiling(inner, runner.mode, dict(runner.options), whole))
-        if lifted:
-            run = with_copies(run, lifted, runner.opened)
-        kept = None if inner == "eager" else Kept(inner)
-        run = at_call(run, converted, example_inputs, outputs, kept=kept)
-        number = -1
-        if real:
-            state = state_of(model, function.method)
-            number = len(runner.entries) if model is runner.model else known_as(runner.entries, converted, state)
-        if number == len(runner.entries):
-            runner.entries.append(Entry(number, converted, captured, named, constants, state, seconds, kept))
-        if global_module_hooks():
-            function.stale = _other_global_hooks()
-        unconverted = partial(_unconverted, captured, outputs)
-        return _tokened(run, unconverted, number, _Reader(runner, number, converted, example_inputs))
+def _names_in(model: nn.Module) -> dict[int, str]:
+    """Return the names of a model's parameters and buffers, by identity."""
+    return {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
 
 
-def known_as(entries: Sequence[Entry], converted: Converted, state: State) -> int:
-    """Return the number of a graph of a twin: that of the model's own, if Dynamo captured the same code once more."""
-    same = (e.number for e in entries if e.state == state and e.converted.computed == converted.computed)
-    return next(same, len(entries))
+def _global_hooks() -> list[int]:
+    return [id(hook) for hook in global_module_hooks()]
 
 
-def _is_op(node: Node) -> bool:
-    """Say whether a node shows that the plan runs: the marks of regions and of outputs alone do not."""
-    return node.op.startswith("call") and node.target not in (enter_autocast, exit_autocast, leaving)
+def _reused(
+    runner_of: weakref.ref[Runner], number: int, converted: Converted, inputs: Sequence[Any]
+) -> None:  # fmt: skip
+    """Keep a graph of a view for other parameters of its model too."""
+    runner: Any = runner_of()
+    names = _names_in(runner.model)
+    if number < 0 or id(inputs[converted.places[0]]) not in names:  # as `functional_call` swaps them
+        return
+    named = {i: names[id(v)] for i, v in enumerate(inputs) if id(v) in names}
+    entry = replace(runner.entries[number], converted=elsewhere(converted, inputs, names), names=named)
+    if converted.parameters:
+        runner.entries.append(replace(entry, number=len(runner.entries)))
+    else:  # a part that torch makes of a graph for DistributedDataParallel, whose parameters were not there
+        runner.entries[number] = entry
 
 
-def _other_global_hooks() -> Callable[[], bool]:
-    before = [id(hook) for hook in global_module_hooks()]
-    return lambda: [id(hook) for hook in global_module_hooks()] != before
-
-
-class _Reader:
-    """Notices that a graph runs for other parameters of its model: Dynamo captures code once that two modules share."""
-
-    def __init__(self, runner: Runner, number: int, converted: Converted, example_inputs: list[Any]) -> None:
-        self.runner = weakref.ref(runner)
-        self._number, self._converted = number, converted
-        self._first = converted.places[0] if converted.places else -1
-        self._known = {id(example_inputs[self._first])} if converted.parameters else set[int]()
-
-    def __call__(self, args: tuple[Any, ...]) -> None:
-        """Look at the inputs of a call."""
-        if self._first < 0 or id(args[self._first]) in self._known:
-            return
-        self._known.add(id(args[self._first]))
-        runner: Any = self.runner()
-        names = {id(t): name for name, t in (*runner.model.named_parameters(), *runner.model.named_buffers())}
-        if self._number < 0 or id(args[self._first]) not in names:  # as `functional_call` swaps them
-            return
-        entry = runner.entries[self._number]
-        moved = elsewhere(self._converted, args, names)
-        named = {i: names[id(v)] for i, v in enumerate(args) if id(v) in names}
-        if self._converted.parameters:
-            runner.entries.append(replace(entry, number=len(runner.entries), converted=moved, names=named))
-        else:  # a part that torch makes of a graph for DistributedDataParallel, whose parameters were not there
-            runner.entries[self._number] = replace(entry, converted=moved, names=named)
-
-
-def _unconverted(captured: GraphModule, own: Mapping[int, torch.dtype], *args: Any) -> Any:
-    """Run a graph as captured; its outputs get the notes by which a later one tells what the model itself makes low."""
-    return noted(captured(*args), own)
-
-
-def _tokened(
-    run: Callable[..., Any], unconverted: Callable[..., Any], number: int, reader: _Reader
+def _numbered(
+    run: Callable[..., Any], captured: GraphModule, number: int, kept: Kept | None, runner_of: weakref.ref[Runner]
 ) -> Callable[..., Any]:
-    """Return a compiled graph that says that it ran, and runs with the dispatch modes of the call on."""
+    """Return a compiled graph that says to the call under way that it ran, and does what that call is for."""
 
     def call(*args: Any) -> Any:
         under_way = current()
-        if under_way is not None and under_way.does == "capture" and number >= 0:
-            raise Captured
-        reader(args)
         if under_way is None:
             return run(*args)
+        if under_way.does == "capture" and number >= 0:
+            raise Captured
         if under_way.does == "compare":
-            found: Any = reader.runner()
-            with found.region(cache=False):
-                return unconverted(*args)
+            runner: Any = runner_of()
+            with runner.region(cache=False):
+                return captured(*args)
         under_way.ran.append(number)
-        if not under_way.modes:
-            return run(*args)
-        modes, under_way.modes = under_way.modes, []
-        for mode in modes:
-            push_mode(mode)
-        try:
-            return run(*args)
-        finally:
-            for _ in modes:
-                pop_mode()
-            under_way.modes = modes
+        with _modes_of(under_way) if under_way.modes else contextlib.nullcontext():
+            outputs = run(*args)
+        if kept is not None:
+            kept(args, outputs)
+        return outputs
 
     return call
 
 
-__all__ = ["LIMIT", "Captured", "Entry", "Function", "function_of", "is_whole", "leaving"]
+@contextlib.contextmanager
+def _modes_of(call: Call) -> Iterator[None]:
+    """Run with the dispatch modes on that were on when a view was called."""
+    modes, call.modes = call.modes, []
+    for mode in modes:
+        push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in modes:
+            pop_mode()
+        call.modes = modes

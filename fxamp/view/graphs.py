@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, GraphModule, Node, map_arg
@@ -49,15 +49,8 @@ def entries_of(runner: Runner) -> list[Entry]:
     return list(found.values())
 
 
-@dataclass(frozen=True)
-class Placed:
-    """A graph of a view, or of one inside its model.
-
-    Attributes:
-        runner: that of the view.
-        prefix: what its paths begin with in the outermost model: "encoder.".
-        entry: the graph.
-    """
+class Placed(NamedTuple):
+    """A graph of a view, or of one inside its model, whose paths in the outermost model begin with a prefix."""
 
     runner: Runner
     prefix: str
@@ -73,29 +66,16 @@ def views_in(runner: Runner) -> list[tuple[str, Runner]]:
     return [(prefix, each) for each, prefix in found.items()]
 
 
-@dataclass(frozen=True)
-class Part:
-    """The graphs of the states of a view in which the same is decided.
+class Part(NamedTuple):
+    """What is decided on the graphs of one state of a view, or of several in which the same is decided."""
 
-    Attributes:
-        states: the states.
-        graphs: those of each state.
-        plan: what is decided on them.
-    """
-
-    states: tuple[State, ...]
-    graphs: tuple[tuple[Placed, ...], ...]
     plan: Plan
-
-    @property
-    def entries(self) -> tuple[Placed, ...]:
-        """The graphs of the first state."""
-        return self.graphs[0]
+    graphs: dict[State, list[Placed]]
 
     @property
     def name(self) -> str:
         """The states in words."""
-        return OR.join(map(str, self.states))
+        return OR.join(map(str, self.graphs))
 
 
 def parts_of(runner: Runner) -> list[Part]:
@@ -105,14 +85,12 @@ def parts_of(runner: Runner) -> list[Part]:
         for entry in entries_of(each):
             by_state.setdefault(entry.state, []).append(Placed(each, prefix, entry))
     parts: list[Part] = []
-    for state, entries in by_state.items():
-        plan = together([(placed.prefix, placed.entry.converted.plan) for placed in entries])
+    for state, graphs in by_state.items():
+        plan = together([(placed.prefix, placed.entry.converted.plan) for placed in graphs])
         same = next((p for p in parts if (p.plan.decisions, p.plan.casts) == (plan.decisions, plan.casts)), None)
         if same is None:
-            parts.append(Part((state,), (tuple(entries),), plan))
-        else:
-            graphs = (*same.graphs, tuple(entries))
-            parts[parts.index(same)] = replace(same, states=(*same.states, state), graphs=graphs)
+            parts.append(same := Part(plan, {}))
+        same.graphs[state] = graphs
     return parts
 
 
@@ -124,9 +102,13 @@ def plan_of(runner: Runner) -> Plan:
     """
     parts = parts_of(runner)
     if not parts:
-        raise CaptureError(nothing_captured(runner))
+        raise CaptureError(
+            f"nothing was captured yet: {type(runner.model).__name__} is captured at its first call, or when it is "
+            "converted with example inputs."
+        )
     plan = joined([part.plan for part in parts], [part.name for part in parts])
-    covered = coverage(runner.model, [placed.entry.converted for part in parts for placed in part.entries])
+    first = [placed for part in parts for placed in next(iter(part.graphs.values()))]
+    covered = coverage(runner.model, [placed.entry.converted for placed in first])
     views = [each for _, each in views_in(runner)]
     notes = (*plan.notes, *(n for v in views for n in v.notes), *covered, *recompile_limit.reached(runner.model))
     certified = {} if runner.replayed is None else runner.replayed.certificate
@@ -144,12 +126,9 @@ def graphs_of(runner: Runner) -> tuple[GraphModule, ...]:
     """
     made = []
     for placed, number, name in numbered(runner):
-        entry = placed.entry
-        record = {
-            "state": str(entry.state), "break": entry.converted.broke, "number": number, "part": name,
-            "kept": entry.kept,
-        }  # fmt: skip
-        made.append(with_record(bound(placed.runner, entry), entry.converted.plan, **record))
+        gm, entry = bound(placed.runner, placed.entry), placed.entry
+        more = {"state": str(entry.state), "break": entry.converted.broke, "kept": entry.kept}
+        made.append(with_record(gm, entry.converted.plan, number=number, part=name, **more))
     return tuple(made)
 
 
@@ -157,9 +136,9 @@ def numbered(runner: Runner) -> list[tuple[Placed, int, str]]:
     """Return each graph of a view, state by state, with its number in the plan and the name of its part of the plan."""
     found, first = list[tuple[Placed, int, str]](), 0
     for part in parts_of(runner):
-        for entries in part.graphs:
+        for graphs in part.graphs.values():
             number = first
-            for placed in entries:
+            for placed in graphs:
                 found.append((placed, number, part.name))
                 number += placed.entry.converted.plan.graphs
         first = number
@@ -168,7 +147,7 @@ def numbered(runner: Runner) -> list[tuple[Placed, int, str]]:
 
 def bound(runner: Runner, entry: Entry) -> GraphModule:
     """Return an emitted graph as a module over the model's own parameters and buffers."""
-    return _Binding(runner, entry).module()
+    return _Binding(runner, entry, entry.converted.graph).module()
 
 
 def captured_of(runner: Runner, entry: Entry) -> GraphModule:
@@ -184,20 +163,11 @@ def captured_of(runner: Runner, entry: Entry) -> GraphModule:
     return gm
 
 
-def nothing_captured(runner: Runner) -> str:
-    """Say that a view has no graphs yet."""
-    return (
-        f"nothing was captured yet: {type(runner.model).__name__} is captured at its first call, or when it is "
-        "converted with example inputs."
-    )
-
-
 class _Binding:
     """Turns the inputs of one graph into attributes, arguments and sizes."""
 
-    def __init__(self, runner: Runner, entry: Entry, source: GraphModule | None = None) -> None:
-        self.runner, self.entry = runner, entry
-        self.source = entry.converted.graph if source is None else source
+    def __init__(self, runner: Runner, entry: Entry, source: GraphModule) -> None:
+        self.runner, self.entry, self.source = runner, entry, source
         self.graph, self.env = Graph(tracer_cls=RuntimeTracer), dict[Node, Any]()
         model = runner.model
         self.attributes: dict[str, Any] = {
@@ -210,8 +180,7 @@ class _Binding:
 
     def module(self) -> GraphModule:
         """Build it."""
-        late = self._arguments()
-        for node, what in late:
+        for node, what in self._arguments():
             self._attribute_or_size(node, what)
         for node in self.source.graph.nodes:
             if node.op == "output":

@@ -6,7 +6,6 @@ Dynamo guards the hooks that were there when it captured. Guards on the tables o
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Hashable
 from typing import Any
 
@@ -21,17 +20,14 @@ class HookWatch:
     """Says whether a model has other hooks than at the last look."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
-        self._number, self._hooks = number_of_hooks(), _hooks_of(model)
+        self._model, self._number, self._hooks = model, number_of_hooks(), _hooks_of(model)
 
     def moved(self) -> bool:
         """Say whether hooks were added since the last look; of hooks that were removed Dynamo's guards know."""
         number = number_of_hooks()
         if number == self._number:
             return False
-        self._number, before = number, self._hooks
-        model = self._model()
-        self._hooks = _hooks_of(model) if model is not None else before
+        self._number, before, self._hooks = number, self._hooks, _hooks_of(self._model)
         return not self._hooks <= before
 
 

@@ -15,6 +15,7 @@ import logging
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.fx import GraphModule
 
 from passes._torch import OWN_CACHE, dynamo_errors, forget_compiled, pytree
 from passes.contract.errors import CaptureError, FxampError, NotFaithfulError, PlanError
+from passes.contract.plan import Plan
 from passes.contract.plan_format import REMEDY
 from passes.contract.policy import check_used
 from passes.graph.aliases import Aliases
@@ -30,6 +32,7 @@ from passes.graph.values import LOW_DTYPES
 from passes.ops import ops
 
 from ..capture.call import Call, begin
+from ..capture.inputs import Inputs
 from ..trust.preserved import fresh, same_attributes, same_random_state
 from ..trust.tensors import same
 from .function import Captured, Entry
@@ -71,13 +74,7 @@ def capture_states(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def capture(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], check: bool | str = True) -> None:
-    """Capture the present state of a view's model, and check it.
-
-    Args:
-        runner: the view's.
-        args: example inputs.
-        kwargs: example keyword inputs.
-        check: True compares at O0 gradients too; "forward" never does; False compares nothing.
+    """Capture the present state of a view's model, and check it, as `convert` says.
 
     Raises:
         CaptureError: the model rejects the inputs; or a captured graph does not compute what the model computes, and
@@ -101,7 +98,7 @@ def capture(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], check
         return
     try:
         if check or broken:
-            _check(_Twins(runner, args, kwargs, _written(runner.entries[first:])), check)
+            _check(runner, partial(_run, runner, (args, kwargs), _written(runner.entries[first:])), check)
     except _NoTwinError as e:
         runner.complete = runner.complete and not broken
         what = "checked" if not broken else "checked, and what comes after its first graph break not captured"
@@ -110,8 +107,8 @@ def capture(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], check
         runner.note(note)
     if runner.replayed is None:
         _refuse_unmatched_ops(runner)
-    if broken and runner.replayed is not None:
-        _refuse_unfit(runner)
+    elif broken:
+        _refuse_unfit(runner, runner.replayed)
 
 
 def _refuse_unmatched_ops(runner: Runner) -> None:
@@ -123,20 +120,21 @@ def _refuse_unmatched_ops(runner: Runner) -> None:
     check_used(replace(runner.policy, modules=()), (), found)
 
 
-def _refuse_unfit(runner: Runner) -> None:
+def _refuse_unfit(runner: Runner, plan: Plan) -> None:
     """Raise PlanError where the plan of a model in several graphs has nodes that none of them has."""
     state = state_of(runner.model)
-    plan, at = runner.replayed, None
-    if plan is not None and ((at := place_of(plan, state)) is not None or not plan.states):
-        ours = {d.key for e in runner.entries if e.state == state for d in e.converted.plan.decisions}
-        theirs = (plan.part(at) if at is not None else plan).decisions
-        inside = tuple(prefix for prefix, each in views_in(runner) if each is not runner)  # these have their own plans
-        missing = [d.key for d in theirs if d.key not in ours and not d.key.startswith(inside)]
-        if missing:
-            raise PlanError(
-                f"the plan does not fit this model: it decides on a node that the model does not have: {missing[0]}; "
-                f"{len(missing)} missing. {REMEDY}"
-            )
+    at = place_of(plan, state)
+    if at is None and plan.states:
+        return
+    ours = {d.key for e in runner.entries if e.state == state for d in e.converted.plan.decisions}
+    theirs = (plan.part(at) if at is not None else plan).decisions
+    inside = tuple(prefix for prefix, each in views_in(runner) if each is not runner)  # these have their own plans
+    missing = [d.key for d in theirs if d.key not in ours and not d.key.startswith(inside)]
+    if missing:
+        raise PlanError(
+            f"the plan does not fit this model: it decides on a node that the model does not have: {missing[0]}; "
+            f"{len(missing)} missing. {REMEDY}"
+        )
 
 
 @dataclass(frozen=True)
@@ -148,23 +146,6 @@ class _Run:
     gradients: dict[str, Tensor | None] | None
 
 
-@dataclass(frozen=True)
-class _Twins:
-    """What copies of a model are run with.
-
-    Attributes:
-        runner: the view's.
-        args: inputs.
-        kwargs: keyword inputs.
-        written: names of the parameters that are written, of which each copy has its own.
-    """
-
-    runner: Runner
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    written: frozenset[str]
-
-
 def _written(entries: Sequence[Entry]) -> frozenset[str]:
     """Return the names of the parameters that captured graphs write."""
     found: set[str] = set()
@@ -174,27 +155,25 @@ def _written(entries: Sequence[Entry]) -> frozenset[str]:
     return frozenset(found)
 
 
-def _check(twins: _Twins, check: bool | str) -> None:
-    runner = twins.runner
+def _check(runner: Runner, run: Callable[..., _Run], check: bool | str) -> None:
     graded = check is True and not runner.policy.level.rounds and torch.is_grad_enabled()
     if not check:  # only to capture what comes after a graph break
-        _run(twins, "graphs", graded)
+        run("graphs", graded)
         return
     try:
-        expected = _run(twins, "model", graded)
+        expected = run("model", graded)
     except (FxampError, _NoTwinError, torch.OutOfMemoryError):
         raise
     except Exception as e:  # autocast mixes dtypes, and its kernels refuse numbers: a graph may run where it does not
         raise _NoTwinError(f"the model itself raises under autocast ({_line(e)})") from e
-    got = _run(twins, "graphs", graded, against=expected)
-    difference = _difference(expected, got)
+    difference = _difference(expected, run("graphs", graded, against=expected))
     if not difference:
         return
-    got, plain = _run(twins, "graphs", graded), _run(twins, "torch.compile", graded)
+    got, plain = run("graphs", graded), run("torch.compile", graded)
     name = type(runner.model).__name__
     note = f"capture: torch.compile of {name} alone does not compute what {name} computes: {difference}"
     if _difference(got, plain):
-        if not _difference(expected, _run(twins, "model", graded)):
+        if not _difference(expected, run("model", graded)):
             raise NotFaithfulError(
                 f"what was captured of {name} does not compute what {name} computes: {difference}. torch.compile of it "
                 "does, so this is a defect of fxamp; please report it. check=False converts it nevertheless."
@@ -207,14 +186,16 @@ def _check(twins: _Twins, check: bool | str) -> None:
     runner.note(note)
 
 
-def _run(twins: _Twins, what: str, graded: bool, against: _Run | None = None) -> _Run:
+def _run(
+    runner: Runner, inputs: Inputs, written: frozenset[str], what: str, graded: bool, against: _Run | None = None
+) -> _Run:
     """Run the model's own code, the captured graphs or torch.compile's, on a twin and on copies of the inputs.
 
-    Gradients are compared with those of `against` as they come, one parameter at a time, and not kept.
+    The twin has parameters of its own where they are `written`. Gradients are compared with those of `against` as they
+    come, one parameter at a time, and not kept.
     """
-    runner = twins.runner
-    twin = twin_of(runner.model, twins.written)
-    given, named = pytree.tree_map(fresh, (twins.args, twins.kwargs))
+    twin = twin_of(runner.model, written)
+    given, named = pytree.tree_map(fresh, inputs)
     before = begin(Call(twin, given, named, RUN, "compare"))  # views inside the model run unconverted too
     try:
         with same_random_state():
@@ -235,25 +216,18 @@ def _called(runner: Runner, twin: nn.Module, args: Any, kwargs: Any, compiled: b
     def forward(model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)
 
-    # Without autocast's cache, whose entries know no dtype: a region of another dtype inside the model would read them.
-    if not compiled:
-        with runner.region(cache=False):
-            return forward(twin, *args, **kwargs)
     forward.__code__ = forward.__code__.replace(co_name="plain")
+    run = torch.compile(forward, backend="eager", **OWN_CACHE) if compiled else forward
+    # Without autocast's cache, whose entries know no dtype: a region of another dtype inside the model would read them.
     try:
         with runner.region(cache=False):
-            return torch.compile(forward, backend="eager", **OWN_CACHE)(twin, *args, **kwargs)
+            return run(twin, *args, **kwargs)
     finally:
         forget_compiled(forward.__code__)
 
 
 def twin_of(model: nn.Module, written: Collection[str] = ()) -> nn.Module:
-    """Return a copy of a model that shares its parameters, and has buffers and Python state of its own.
-
-    Args:
-        model: is not changed.
-        written: names of parameters that are not shared.
-    """
+    """Return a copy of a model, with its parameters except those `written`; buffers and Python state are its own."""
     if any(type(p).__name__ == "DTensor" for p in model.parameters()):
         raise _NoTwinError("its parameters are sharded")
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
@@ -276,10 +250,16 @@ def _gradients(outputs: Any, twin: nn.Module, against: Gradients | None = None) 
     sources = {name: p for name, p in twin.named_parameters() if p.requires_grad}
     if not leaves or not sources:
         return None
-    weights = [_weights(t) for t in leaves]
+    ramps = [torch.linspace(0.5, 1.5, max(t.numel(), 1), dtype=t.dtype, device=t.device) for t in leaves]
+    weights = [ramp[: t.numel()].view(t.shape) for ramp, t in zip(ramps, leaves, strict=True)]
     alike: dict[str, bool] = {}
     floor = _floor(against)
-    handles = [p.register_hook(_comparing(name, against[name], floor, alike)) for name, p in sources.items() if against]
+
+    def compare(name: str, expected: Tensor | None, gradient: Tensor) -> Tensor | None:
+        alike[name] = expected is not None and _are_alike(expected, gradient, floor)
+        return gradient.new_zeros(()).expand(gradient.shape) if alike[name] else None  # lets go of its memory
+
+    handles = [p.register_hook(partial(compare, name, against[name])) for name, p in sources.items() if against]
     try:
         found = torch.autograd.grad(leaves, list(sources.values()), weights, allow_unused=True)
     except RuntimeError:
@@ -289,23 +269,6 @@ def _gradients(outputs: Any, twin: nn.Module, against: Gradients | None = None) 
             handle.remove()
     pairs = zip(sources, found, strict=True)
     return {name: against[name] if against and alike.get(name) else g for name, g in pairs}
-
-
-def _weights(output: Tensor) -> Tensor:
-    numbers = torch.linspace(0.5, 1.5, max(output.numel(), 1), dtype=output.dtype, device=output.device)
-    return numbers[: output.numel()].view(output.shape)
-
-
-def _comparing(
-    name: str, expected: Tensor | None, floor: float, alike: dict[str, bool]
-) -> Callable[[Tensor], Tensor | None]:
-    """Return a hook that compares a gradient, and lets go of its memory if it is the expected one."""
-
-    def hook(gradient: Tensor) -> Tensor | None:
-        alike[name] = expected is not None and _are_alike(expected, gradient, floor)
-        return gradient.new_zeros(()).expand(gradient.shape) if alike[name] else None
-
-    return hook
 
 
 def _difference(expected: _Run, got: _Run) -> str:

@@ -23,37 +23,24 @@ OR = " or "  # between the states that have the same decisions, in the name of a
 
 
 class Replaying:
-    """Finds the part of a plan for one graph.
+    """Finds the part of a plan for one graph, beside those that were captured before."""
 
-    Args:
-        plan: the plan that is replayed; None for none.
-        entries: the graphs that were captured before.
-        state: the state that the graph is captured in.
-        broke: where Dynamo ended the graph early, "" where it did not.
-    """
-
-    def __init__(self, plan: Plan | None, entries: Sequence[Entry], state: State, broke: str) -> None:
-        self._plan, self._state = plan, state
-        self._alone = not broke and all(entry.state != state for entry in entries)
-        self._first = not entries
-        self._part: Plan | None = None
+    def __init__(self, plan: Plan, entries: Sequence[Entry], state: State, broke: str) -> None:
+        self._plan, self._state, self._part = plan, state, plan
+        known = place_of(plan, state) is not None if plan.states else not entries
+        self._exact = known and not broke and all(entry.state != state for entry in entries)
 
     def __call__(self, graph: Graph) -> tuple[Plan | None, bool]:
         """Return the part of the plan for a graph, and whether it is of this very graph."""
-        assert self._plan is not None
-        at = place_of(self._plan, self._state)
-        whole = self._plan if not self._plan.states else self._plan.part(at or 0)
+        whole = self._plan.part(place_of(self._plan, self._state) or 0) if self._plan.states else self._plan
         names = set(keys(graph.nodes).values())
         overlap = [len(names & {d.key for d in whole.of_graph(g).decisions}) for g in range(whole.graphs)]
         first = overlap.index(max(overlap)) if overlap else 0
         self._part = whole.from_graph(first)
-        known = at is not None if self._plan.states else self._first
-        return self._part, known and self._alone
+        return self._part, self._exact
 
     def notes(self, made: Plan) -> tuple[str, ...]:
         """Return what is to be said of decisions that are not the plan's."""
-        if self._part is None:
-            return ()
         planned = {(d.graph, d.key): d.colour for d in self._part.decisions}
         other = [d.key for d in made.decisions if planned.get((d.graph, d.key)) != d.colour]
         if not other:

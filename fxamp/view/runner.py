@@ -56,9 +56,9 @@ from passes.runtime.regions import ModesKeptOnError
 from ..capture import recompile_limit
 from ..capture.backend import Inner
 from ..capture.call import Call, begin, current
+from ..capture.inputs import device_of, resolve
 from ..capture.outputs import restored
 from ..capture.parameters import is_only_read
-from ..capture.resolve import device_of, resolve
 from ..trust.watch import watching
 from .copies import Opened
 from .function import LIMIT, Entry, Function
@@ -67,23 +67,11 @@ from .state import state_of
 
 logger = logging.getLogger(__name__)
 
-_REASON = "a view of fxamp runs its own plan"
-
 
 class Runner:
     """The engine of one view; it holds the model, and the view's class holds it.
 
-    Args:
-        model: the model of the view.
-        policy: what was asked; device and dtype are settled at the first call.
-        backend: the inner backend.
-        mode: the inner backend's mode.
-        options: the inner backend's options.
-        fullgraph: as `torch.compile` takes it.
-        dynamic: as `torch.compile` takes it; None marks the batch.
-        on_change: "recompile" or "error".
-        methods: names of methods that are captured like a call.
-        replayed: the plan that is carried out, if there is one.
+    Its arguments are those of `convert`; `replayed` is the plan that is carried out, if there is one.
 
     Attributes:
         policy: the policy, settled after the first call.
@@ -103,11 +91,11 @@ class Runner:
     def __init__(
         self, model: nn.Module, policy: Policy, backend: Inner = "eager", *, mode: str | None = None,
         options: Mapping[str, Any] | None = None, fullgraph: bool = False, dynamic: bool | None = None,
-        on_change: str = "recompile", methods: tuple[str, ...] = (), replayed: Plan | None = None,
+        on_change: str = "recompile", methods: Sequence[str] = (), replayed: Plan | None = None,
     ) -> None:  # fmt: skip
         self.model, self.asked, self.policy = model, policy, policy
         self.backend, self.mode, self.options = backend, mode, dict(options or {})
-        self.fullgraph, self.dynamic, self.on_change, self.methods = fullgraph, dynamic, on_change, methods
+        self.fullgraph, self.dynamic, self.on_change, self.methods = fullgraph, dynamic, on_change, tuple(methods)
         self.device, self.low = "", torch.bfloat16
         self.entries: list[Entry] = []
         self.opened = Opened()
@@ -140,6 +128,11 @@ class Runner:
             "backend": self.backend, "mode": self.mode, "options": self.options, "fullgraph": self.fullgraph,
             "dynamic": self.dynamic, "on_change": self.on_change, "methods": self.methods, "replayed": self.replayed,
         }  # fmt: skip
+
+    @property
+    def restores(self) -> bool:
+        """Whether outputs that are low by autocast alone go back to their original dtype."""
+        return self.policy.level.rounds and self.policy.output_dtype == "original"
 
     def note(self, *notes: str) -> None:
         """Keep what is to be said in the plan."""
@@ -204,16 +197,11 @@ class Runner:
         if here == "cuda" and self.asked.dtype is None and not torch.is_autocast_enabled(here):
             logger.warning("fxamp: %s runs in %s; pass dtype=bf16 for BF16", name, str(self.low).removeprefix("torch."))
 
-    @torch.compiler.disable(reason=_REASON)  # type: ignore[untyped-decorator]
+    @torch.compiler.disable(reason="a view of fxamp runs its own plan")  # type: ignore[untyped-decorator]
     def __call__(self, args: Any, kwargs: Any, method: str = "", model: nn.Module | None = None, does: str = "") -> Any:
-        """Run a call of the view, or of one of its methods that are captured.
+        """Run a call of the view, or of one of its methods that are captured, on a twin if `model` is one.
 
-        Args:
-            args: positional arguments.
-            kwargs: keyword arguments.
-            method: the method's name, "" for a call.
-            model: a twin to run in the model's place.
-            does: what the call does, as `Call` has it; "" as the call around it.
+        What the call does is as `Call` has it; "" as the call around it.
 
         Raises:
             CaptureError: the call is inside an export or a symbolic trace, or a guard failed and that is an error.
@@ -225,10 +213,16 @@ class Runner:
         self.settle((args, kwargs))
         call = Call(model or self.model, args, kwargs, RUN, does or (outer.does if outer is not None else "run"))
         begin(call)
+        # Autocast's cache is kept until the call ends, and cleared here, where Dynamo does not look at Python's frames.
+        # Where a graph breaks inside an autocast region, leaving the region would clear it: torch holds a lock
+        # meanwhile, and Dynamo would wait for the thread that captures to compile a callback of a tensor that is freed.
+        torch.autocast_increment_nesting()
         try:
             with ModesKeptOnError((self.device,)):
                 return self._run(call, method)
         finally:
+            if torch.autocast_decrement_nesting() == 0:
+                torch.clear_autocast_cache()
             begin(outer)
 
     def _refuse_twice(self, places: int, kwargs: Mapping[str, Any], method: str) -> None:
@@ -251,8 +245,9 @@ class Runner:
         if transformed and not only_vmap():
             outputs = self._under_autocast(call, method)
         else:
-            # One thread makes the first call alone, to its end: others would capture the same graphs again.
-            with contextlib.nullcontext() if function.called else self._capturing, self._around(call):
+            with contextlib.ExitStack() as stack:
+                for context in self._around(function, call):
+                    stack.enter_context(context)
                 function, outputs = self._traced(function, call)
             function.called = True
         if len(self.entries) > before:
@@ -277,36 +272,23 @@ class Runner:
             function.clear()
         return function
 
-    @contextlib.contextmanager
-    def _around(self, call: Call) -> Iterator[None]:
-        """Take off what would keep Dynamo away, or make it capture again; set what torch takes from its config."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(_autocast_cache())
-            if modes := dispatch_modes():
-                stack.enter_context(self._without(modes, call))
-            if torch.is_autocast_enabled(self.device):
-                stack.enter_context(torch.autocast(self.device, enabled=False))
-            change = dict(self._settings)
-            if self.backend == "eager" and is_replica_running():
-                change["optimize_ddp"] = False  # gradients of ops that run one by one leave early without a split
-            if change:
-                stack.enter_context(dynamo_settings(change))
-            yield
-
-    @contextlib.contextmanager
-    def _without(self, modes: Sequence[Any], call: Call) -> Iterator[None]:
-        """Take off the dispatch modes under which Dynamo steps aside; a watch is told that this view is called."""
-        with contextlib.ExitStack() as stack:
-            if (watch := watching()) is not None:
-                stack.enter_context(watch.of_view(self))
-            call.modes = [mode for mode in modes if not ignores_compilers(mode)]
-            if call.modes:
-                stack.enter_context(without_modes())
-                stack.enter_context(without_module_trackers())
-                for mode in modes:
-                    if ignores_compilers(mode):
-                        stack.enter_context(mode)
-            yield
+    def _around(self, function: Function, call: Call) -> Iterator[Any]:
+        """Yield the contexts of a call, which take off what would keep Dynamo away, or make it capture again."""
+        if not function.called:
+            yield self._capturing  # one thread makes the first call: others would capture the same graphs again
+        modes = dispatch_modes()
+        if modes and (watch := watching()) is not None:
+            yield watch.of_view(self)
+        call.modes = [mode for mode in modes if not ignores_compilers(mode)]
+        if call.modes:
+            yield from (without_modes(), without_module_trackers(), *filter(ignores_compilers, modes))
+        if torch.is_autocast_enabled(self.device):
+            yield torch.autocast(self.device, enabled=False)
+        change = self._settings
+        if self.backend == "eager" and is_replica_running():
+            change = {**change, "optimize_ddp": False}  # gradients of single ops leave early without a split
+        if change:
+            yield dynamo_settings(change)
 
     def _traced(self, function: Function, call: Call) -> tuple[Function, Any]:
         """Call a compiled function; if Dynamo cannot trace the model, trace it with fixed sizes, or without autocast.
@@ -361,19 +343,17 @@ class Runner:
         with self.region():
             run = getattr(type(call.model), method) if method else type(call.model).__call__
             outputs = run(call.model, *call.args, **call.kwargs)
-        if not self.policy.level.rounds or self.policy.output_dtype != "original":
+        if not self.restores:
             return outputs
         return pytree.tree_map(lambda t: t.float() if isinstance(t, Tensor) and t.dtype == self.low else t, outputs)
 
     def _in_fields(self, outputs: Any, call: Call) -> Any:
         """Give outputs in the fields of a dataclass their original dtypes, which is not done inside a graph."""
-        if isinstance(outputs, (Tensor, dict)) or not self.policy.level.rounds or call.does != "run":
+        if isinstance(outputs, (Tensor, dict)) or not self.restores or call.does != "run":
             return outputs
-        held = any(map(dataclasses.is_dataclass, pytree.tree_leaves(outputs)))
-        if self.policy.output_dtype != "original" or not held:
+        if not any(map(dataclasses.is_dataclass, pytree.tree_leaves(outputs))):
             return outputs
-        given = {id(t) for t in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(t, Tensor)}
-        return restored(outputs, self.low, lambda t: isinstance(t, nn.Parameter) or id(t) in given)
+        return restored(outputs, self.low, {id(t) for t in pytree.tree_leaves((call.args, call.kwargs))})
 
     def _look(self, function: Function, ran: list[int]) -> None:
         """Say that a call did not run the plan, or not all of it; heal code that Dynamo gave up, once a cause."""
@@ -381,7 +361,7 @@ class Runner:
         if first >= 0 and function.expected.setdefault(first, len(ran)) <= len(ran):
             return
         mine = any(e.state.method == function.method for e in self.entries)
-        cause = self._cause(function, len(ran), function.expected.get(first), mine)
+        cause = self._cause(len(ran), function.expected.get(first), mine)
         if cause in (_UNKNOWN, _NOTHING) and (id(function), cause) not in self._healed:
             self._healed.add((id(function), cause))
             function.clear()
@@ -394,11 +374,9 @@ class Runner:
             watch.missed.append((self.model, cause))
         if self.on_change == "error" and cause != _NOTHING:
             raise CaptureError(text)
-        if cause not in self._said:
-            self._said.add(cause)
-            logger.log(logging.INFO if cause == _NOTHING else logging.WARNING, "fxamp: %s", text)
+        self._say(cause, logging.INFO if cause == _NOTHING else logging.WARNING, text)
 
-    def _cause(self, function: Function, ran: int, expected: int | None, mine: bool) -> str:
+    def _cause(self, ran: int, expected: int | None, mine: bool) -> str:
         stance = dynamo_stance()
         if stance != "default":
             return f"torch.compiler.set_stance({stance!r})"
@@ -414,15 +392,15 @@ class Runner:
 
     def say_uncaptured(self, method: str) -> None:
         """Log once that a method runs under autocast and not by the plan: a warning where the plan says more."""
-        if method in self._said:
-            return
-        self._said.add(method)
         plain = self.policy.level.is_autocasts and not self.policy.modules and not self.policy.ops
-        logger.log(
-            logging.INFO if plain or not self.policy.level.rounds else logging.WARNING,
-            "fxamp: %s.%s runs under autocast, not captured; methods=(%r,) captures it",
-            type(self.model).__name__, method, method,
-        )  # fmt: skip
+        level = logging.INFO if plain or not self.policy.level.rounds else logging.WARNING
+        name = f"{type(self.model).__name__}.{method}"
+        self._say(method, level, f"{name} runs under autocast, not captured; methods=({method!r},) captures it")
+
+    def _say(self, what: str, level: int, text: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            logger.log(level, "fxamp: %s", text)
 
     def _announce(self, first: int, seconds: float) -> None:
         """Log a line for each graph that a call captured, and why Dynamo captured again."""
@@ -450,21 +428,6 @@ RUN = Runner._called.__code__  # the frame in which the model is called
 _UNKNOWN = "Dynamo left it to Python"
 _NOTHING = "no op was captured"
 _DISABLED = "torch._dynamo.config.disable"
-
-
-@contextlib.contextmanager
-def _autocast_cache() -> Iterator[None]:
-    """Keep autocast's cache until the call ends, and clear it here, where Dynamo does not look at Python's frames.
-
-    Where a graph breaks inside an autocast region, leaving the region would clear it: torch holds a lock meanwhile, and
-    Dynamo would wait for the thread that captures to compile a callback of a tensor that is freed.
-    """
-    torch.autocast_increment_nesting()
-    try:
-        yield
-    finally:
-        if torch.autocast_decrement_nesting() == 0:
-            torch.clear_autocast_cache()
 
 
 def _refuse_tracing() -> None:
@@ -503,8 +466,12 @@ def _shortened(text: str) -> str:
     return f"{guard.strip()}  # {line.strip()}" if line and "_of_" not in line else guard.strip()
 
 
-def check_methods(model: nn.Module, methods: tuple[str, ...]) -> None:
-    """Raise PolicyError for the name of a method that the model's class does not define as a function."""
+def check_settings(model: nn.Module, on_change: str = "recompile", methods: Any = (), **_: Any) -> None:
+    """Raise PolicyError for another change than there is, or a method that the model's class does not define."""
+    if on_change not in ("recompile", "error"):
+        raise PolicyError(f"on_change is 'recompile' or 'error', not {on_change!r}.")
+    if isinstance(methods, str):
+        raise PolicyError(f"methods is a tuple of names: write methods=({methods!r},).")
     for name in methods:
         if not callable(getattr(type(model), name, None)):
             known = [n for n in dir(type(model)) if callable(getattr(type(model), n, None))]

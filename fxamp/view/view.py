@@ -14,7 +14,6 @@ import abc
 import copy
 import functools
 import inspect
-import logging
 import types
 from collections.abc import Callable
 from typing import Any
@@ -25,19 +24,14 @@ from torch import nn
 from passes.contract.policy import Policy
 from passes.graph.values import LOW_DTYPES
 
-from .runner import Runner, check_methods
-
-logger = logging.getLogger(__name__)
+from ..capture.compiled import runner_of as runner_of
+from .runner import Runner, check_settings
 
 # Base classes of libraries, whose methods configure, save and load; what computes calls the view, as `generate` does.
-_LIBRARIES: tuple[str, ...] = (
-    "torch.",
-    "lightning.",
-    "pytorch_lightning.",
-    "transformers.modeling_utils",
-    "transformers.utils.",
-)
-_LIBRARIES += ("transformers.integrations.", "transformers.configuration_utils", "huggingface_hub.")
+_LIBRARIES = (
+    "torch.", "lightning.", "pytorch_lightning.", "transformers.modeling_utils", "transformers.utils.",
+    "transformers.integrations.", "transformers.configuration_utils", "huggingface_hub.",
+)  # fmt: skip
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -91,21 +85,21 @@ class View:
         return runner(args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        runner = type(self)._fxamp_runner
+        runner = runner_of(self)
         return _again, (runner.model, runner.asked, runner.settings)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        runner = type(self)._fxamp_runner
+        runner = runner_of(self)
         made = make_view(copy.deepcopy(runner.model, memo), runner.asked, **runner.settings)
         memo[id(self)] = made
         return made
 
     def __copy__(self) -> Any:
-        runner = type(self)._fxamp_runner
+        runner = runner_of(self)
         return make_view(copy.copy(runner.model), runner.asked, **runner.settings)
 
     def __repr__(self) -> str:
-        runner = type(self)._fxamp_runner
+        runner = runner_of(self)
         policy = runner.policy
         low = f" {_SHORT[policy.dtype]}" if policy.dtype in LOW_DTYPES and policy.level.rounds else ""
         casts = sum(entry.converted.plan.casts for entry in runner.entries)
@@ -114,7 +108,7 @@ class View:
 
     def compile(self, *_: Any, backend: Any = "inductor", mode: str | None = None, options: Any = None) -> None:
         """Compile the graphs of this view by another backend from now on; the model itself is not changed."""
-        runner = type(self)._fxamp_runner
+        runner = runner_of(self)
         runner.backend, runner.mode, runner.options = backend, mode, dict(options or {})
         runner.clear()
 
@@ -122,12 +116,6 @@ class View:
 def is_view(value: object) -> bool:
     """Say whether something is a view."""
     return isinstance(value, View)
-
-
-def runner_of(view: Any) -> Runner:
-    """Return what runs the calls of a view."""
-    found: Runner = type(view)._fxamp_runner
-    return found
 
 
 def _again(model: nn.Module, policy: Policy, settings: dict[str, Any]) -> Any:
@@ -142,7 +130,7 @@ def make_view(model: nn.Module, policy: Policy, backend: Any = "eager", **settin
         PolicyError: a method that is to be captured does not exist.
     """
     cls = type(model)
-    check_methods(model, settings.get("methods", ()))
+    check_settings(model, **settings)
     runner = Runner(model, policy, backend, **settings)
     call = _named_as(cls.forward, lambda self, *args, **kwargs: type(self)._fxamp_runner(args, kwargs))
     members = {
@@ -178,20 +166,14 @@ def _methods_of(cls: type, captured: tuple[str, ...]) -> dict[str, Any]:
 def _slots_of(cls: type) -> dict[str, Any]:
     """Return properties that read and write the model's slots, which are not in its `__dict__`."""
     names = {n for kind in cls.__mro__ for n in getattr(kind, "__slots__", ()) if n not in ("__dict__", "__weakref__")}
-    return {name: _Slot(name) for name in names}
+    return {name: _slot(name) for name in names}
 
 
-class _Slot:
-    """A slot of the model, read and written on its view."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __get__(self, view: Any, cls: type | None = None) -> Any:
-        return self if view is None else getattr(runner_of(view).model, self._name)
-
-    def __set__(self, view: Any, value: Any) -> None:
-        setattr(runner_of(view).model, self._name, value)
+def _slot(name: str) -> property:
+    return property(
+        lambda view: getattr(runner_of(view).model, name),
+        lambda view, value: setattr(runner_of(view).model, name, value),
+    )
 
 
 def _on_model(function: Any) -> Any:

@@ -47,7 +47,7 @@ class Code(str, enum.Enum):
     ISLAND = "island", "a normalisation written by hand is FP32 throughout"
     POSITION = "position", "the op computes positions from nothing but integers and buffers"
     O2_LOW = "O2_low", "level O2 runs an op in the low dtype if it is not sensitive and has a low operand"
-    O3_LOW = "O3_low", "level O3 runs an op in the low dtype if it is not sensitive and has a low operand"
+    O3_LOW = "O3_low", "level O3 runs an op in the low dtype if it has a low operand and a low kernel"
     CUT = "cut", "the minimum cut stores the value in this dtype"
     NOT_WORTH_CASTS = "not_worth_casts", "measurements say that the casts cost more time than the low dtype saves"
     FASTPATH = "fastpath", "eager evaluation runs the op inside a fused kernel, which rounds in other places"

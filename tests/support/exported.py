@@ -11,7 +11,7 @@ from torch.fx import GraphModule, symbolic_trace
 from torch.fx.graph import CodeGen
 
 import fxamp
-from fxamp.capture.regions import inline_regions
+from fxamp.capture.given import inline_regions
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy
 
@@ -33,34 +33,23 @@ def example(rows: int = 4) -> Tensor:
     return torch.randn(rows, 6, generator=torch.Generator().manual_seed(rows))
 
 
-def exported(model: nn.Module, *args: Tensor, dynamic: bool = False) -> tuple[GraphModule, dict[str, Any]]:
-    """Export a model; return its graph and what it refers to beside the model, under `_fxamp`."""
+def exported(model: nn.Module, *args: Tensor, dynamic: bool = False) -> GraphModule:
+    """Export a model; return its graph."""
     dims = tuple({0: torch.export.Dim.AUTO} for _ in args) if dynamic else None
     shapes = {"args": dims} if dims else None
     gm = torch.export.export(model, args, dynamic_shapes=shapes, strict=False).module(check_guards=False)
     assert isinstance(gm, GraphModule)
     gm.graph.set_codegen(CodeGen())
-    constants = {}
-    for node in list(gm.graph.nodes):
-        if node.op == "get_attr":
-            held = getattr(gm, str(node.target), None)
-            if isinstance(held, GraphModule):
-                constants[str(node.target)] = held
-                node.target = f"_fxamp.{node.target}"
-    return gm, constants
+    return gm
 
 
-def inlined(model: nn.Module, *args: Tensor) -> tuple[GraphModule, dict[str, Any], int]:
-    """Export a model, inline its regions, and put what they held where the graph finds it."""
-    gm, constants = exported(model, *args)
-    edits = inline_regions(gm.graph, constants)
-    holder = nn.Module()
-    for name, value in constants.items():
-        setattr(holder, name, value)
-    gm.add_module("_fxamp", holder)
+def inlined(model: nn.Module, *args: Tensor) -> GraphModule:
+    """Export a model, and inline its regions."""
+    gm = exported(model, *args)
+    inline_regions(gm)
     gm.graph.lint()
     gm.recompile()
-    return gm, constants, edits
+    return gm
 
 
 def graph_of(model: nn.Module, args: Any, policy: Policy | str = "O1") -> GraphModule:

@@ -21,7 +21,7 @@ from passes.graph.values import no_autocast
 
 from ...capture.compiled import runner_of
 from ...capture.emitted import record_on
-from ...capture.resolve import device_of, resolve
+from ...capture.inputs import device_of, resolve
 from ...convert import convert, converted_in
 from ...measure.counts import step_counts
 from ..census.graphs import watched_graphs

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import Graph, Node
 
 from passes.contract.errors import PolicyError
@@ -111,9 +111,10 @@ class _Ranges:
 
         n normalised numbers have the mean square 1 at most, so that none is above root n.
         """
-        node, sizes = site.node, ops.argument(site.node, "normalized_shape")
-        if ops.name(node) not in ("layer_norm", "rms_norm") or not all(isinstance(size, int) for size in sizes):
-            return row_of(node).at_most
+        node, row = site.node, row_of(site.node)
+        sizes = ops.argument(node, row.normalizes) if row.normalizes else None
+        if sizes is None or not all(isinstance(size, int) for size in sizes):
+            return row.at_most
         bound: Any = math.sqrt(math.prod(sizes))
         for name, applied in (("weight", operator.mul), ("bias", operator.add)):
             held = ops.argument(node, name)
@@ -129,10 +130,9 @@ class _Ranges:
     def _look(self, key: str, backward: bool, t: Tensor) -> None:
         if not t.numel():
             return
-        t = t.detach()
-        sample = t.reshape(-1)[:: -(-t.numel() // _SAMPLE)]
-        if len(sample) < _SAMPLE:
-            sample = nn.functional.pad(sample, (0, _SAMPLE - len(sample)))
+        # In the order of memory, so that a transposed value is not copied.
+        t = t.detach().permute(sorted(range(t.dim()), key=t.stride, reverse=True)).reshape(-1)
+        sample = t[:: -(-t.numel() // _SAMPLE)]
         self._seen.append((key, backward, *torch.aminmax(t), sample.clone() if sample.numel() < t.numel() else sample))
 
     def end_batch(self) -> None:
@@ -140,12 +140,14 @@ class _Ranges:
         if not self._seen:
             return
         names, backward, least, largest, samples = zip(*self._seen, strict=True)
-        size = torch.stack(samples).abs()
-        factor = torch.where(torch.tensor(backward, device=size.device), self.scale, 1.0)[:, None]
-        counts = ((size > 0), (size * factor < _NORMAL) & (size > 0), (size * factor <= _FLUSHED) & (size > 0))
+        size = torch.cat(samples).abs()
+        lengths = torch.tensor([len(sample) for sample in samples], device=size.device)
+        factors = torch.where(torch.tensor(backward, device=size.device), self.scale, 1.0)
+        scaled = size * factors.repeat_interleave(lengths, output_size=len(size))
+        counted = ((size > 0), (scaled < _NORMAL) & (size > 0), (scaled <= _FLUSHED) & (size > 0))
+        counts = [torch.segment_reduce(c.float(), "sum", lengths=lengths) for c in counted]
         peaks = torch.maximum(-torch.stack(least), torch.stack(largest))
-        told = torch.stack((peaks, *(c.sum(-1).float() for c in counts)), 1)
-        self._measured.append((list(zip(names, backward, strict=True)), told))
+        self._measured.append((list(zip(names, backward, strict=True)), torch.stack((peaks, *counts), 1)))
         self._seen = []
 
     def readers(self) -> dict[str, tuple[str, ...]]:

@@ -68,6 +68,7 @@ class Rule:
         of_integers: The op makes a float from integers, which may be a position.
         bounded: The op brings values of any size back into range.
         at_most: The largest absolute value that the op gives, whatever it is given; None where there is no such.
+        normalizes: The argument with the sizes that the op normalises over: numbers below the root of their product.
         limits: The op clamps a value to numbers among its arguments: "" (no), "bounds", or "from_one" if the number is
             the distance from zero and from one.
         holds_eps: The kernel holds its eps in FP32, whatever the dtypes of its operands.
@@ -123,6 +124,7 @@ class Rule:
     of_integers: bool = False
     bounded: bool = False
     at_most: float | None = None
+    normalizes: str = ""
     limits: str = ""
     holds_eps: bool = False
     in_norm: tuple[str, ...] = ()

@@ -481,6 +481,19 @@ def test_a_keyword_input_that_an_exported_graph_needs_and_is_not_given_is_named(
         fxamp.convert(graph, (x,), named)
 
 
+def test_branches_of_a_graph_that_is_given_without_shapes_are_converted_too() -> None:
+    model = model_of(branch)
+    bare: Any = export(model).module(check_guards=False)
+    for node in [n for part in bare.modules() if isinstance(part, GraphModule) for n in part.graph.nodes]:
+        node.meta.pop("val", None)
+    made, known = (fxamp.convert(given, (X,), policy="O1,dtype=bf16") for given in (bare, export(model)))
+    colours, expected = ({d.key: d.colour for d in fxamp.plan_of(graph).decisions} for graph in (made, known))
+    assert colours == expected
+    assert (colours["l/linear#0"], colours["/linear#0"]) == ("bfloat16", "bfloat16")
+    for x in (X, -X):
+        assert torch.equal(made(x), known(x))
+
+
 def test_modules_of_torch_in_a_traced_graph_write_their_buffers_when_it_runs_and_not_while_it_is_converted() -> None:
     model, x = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)), torch.randn(2, 3, 5, 5)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}

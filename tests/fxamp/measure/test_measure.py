@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxamp.measure.counts import interleaved, laps, step_counts
-from passes.contract.errors import FxampError
+from fxamp.measure.counts import laps, step_counts
 
 
 def test_counts_each_cast_and_the_bytes_it_reads_and_writes() -> None:
@@ -94,24 +92,6 @@ def test_counts_repeat_and_random_numbers_are_left_alone() -> None:
     assert step_counts(lambda: F.dropout(x, 0.5).sum()) == first
 
 
-def test_variants_take_turns_and_warm_up_is_not_counted() -> None:
-    calls: list[str] = []
-
-    timings = interleaved({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 4)
-
-    assert calls == ["a", "b"] * 4
-    assert all(timing.median > 0 and timing.spread >= 0 for timing in timings.values())
-
-
-def test_rounds_may_be_an_iterable() -> None:
-    seen: list[int] = []
-
-    timings = interleaved({"a": lambda: seen.append(1)}, iter(range(5)))
-
-    assert len(seen) == 5
-    assert set(timings) == {"a"}
-
-
 def test_every_round_is_told_apart() -> None:
     calls: list[str] = []
 
@@ -120,8 +100,3 @@ def test_every_round_is_told_apart() -> None:
     assert calls == ["a", "b"] * 3
     assert {name: len(taken) for name, taken in seconds.items()} == {"a": 3, "b": 3}
     assert laps({"a": calls.clear}, []) == {"a": []}
-
-
-def test_too_few_rounds_are_refused() -> None:
-    with pytest.raises(FxampError, match="at least two more rounds"):
-        interleaved({"a": lambda: None}, 2)

@@ -212,6 +212,27 @@ def test_what_inductor_compiled_is_compared_by_its_own_record() -> None:
     assert json.loads(found.to_json())["compiled"][0]["fused"] == compiled.fused
 
 
+class SeveralResults(nn.Module):
+    """Ops of which Inductor makes kernels of several results: places of maxima, and statistics of attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.last = nn.Conv2d(1, 8, 3, padding=1), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = nn.functional.max_pool2d(self.conv(x).relu(), 2).flatten(2).transpose(1, 2)[:, None].contiguous()
+        out: Tensor = self.last(nn.functional.scaled_dot_product_attention(tokens, tokens, tokens).mean((1, 2)))
+        return out
+
+
+def test_what_inductor_stores_beside_the_value_of_a_node_is_no_difference() -> None:
+    x = torch.randn(6, 1, 8, 8)
+    found = fxamp.census(fxamp.convert(SeveralResults(), (x,), policy=O1, backend="inductor"), x, Y, loss=CE)
+    assert found, said(found)
+    [compiled] = found.compiled
+    assert compiled.products >= 2
+
+
 def test_what_inductor_compiles_otherwise_than_planned_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from passes._torch import inner_backend as own
 

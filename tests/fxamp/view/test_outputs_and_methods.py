@@ -280,6 +280,27 @@ class Picklable(nn.Module):
         return h + h * 0.3
 
 
+def test_what_the_model_makes_low_stays_low_across_a_break_when_it_is_captured_ahead_of_a_call() -> None:
+    class Low(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.l = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+            low = self.l(x).bfloat16()
+            torch._dynamo.graph_break()
+            return low + ids.sum()
+
+    model, x, ids = Low(), example(), torch.tensor([1, 2])
+    view = fxamp.convert(model, (x, ids), policy="O1,dtype=bf16")
+    assert len(fxamp.graphs(view)) == 2
+    got = view(x, ids)
+    assert len(fxamp.graphs(view)) == 2
+    assert got.dtype == BF16
+    assert torch.equal(got, autocast(model, x, ids))
+
+
 def test_inside_another_compiled_module_it_is_autocasts() -> None:
     torch.manual_seed(0)
     block, x = Two(), example()

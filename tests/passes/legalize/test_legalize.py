@@ -32,7 +32,7 @@ def test_autocast_switches_go_all_together() -> None:
                 b = x @ self.w
         return a, b, x @ self.w
 
-    gm, _, _ = inlined(Model(forward), example())
+    gm = inlined(Model(forward), example())
     assert drop_autocast_switches(gm.graph) == 2
     assert drop_autocast_switches(gm.graph) == 0
     assert not any(n.target in (enter_autocast, exit_autocast) for n in gm.graph.nodes)
@@ -128,7 +128,7 @@ def test_sizes_that_were_dynamic_stay_dynamic() -> None:
         return torch.einsum("bi,ij->bj", x, self.w) + torch.einsum("bi,bj->bij", x, x).sum(1)
 
     model = Model(forward)
-    gm, _ = exported(model, example(4), dynamic=True)
+    gm = exported(model, example(4), dynamic=True)
     assert decompose_composites(gm.graph, "cpu") == 2
     gm.recompile()
     for rows in (2, 3, 7):
@@ -140,7 +140,7 @@ def test_a_composite_over_a_dynamic_size_is_decomposed() -> None:
         return nn.functional.pad(x, (0, 0, x.shape[0], 0)) @ self.w
 
     model = Model(forward)
-    gm, _ = exported(model, example(4), dynamic=True)
+    gm = exported(model, example(4), dynamic=True)
     assert decompose_composites(gm.graph, "cpu") == 1
     gm.recompile()
     assert torch.equal(gm(example(3))[0], model(example(3)))

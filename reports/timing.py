@@ -1,0 +1,38 @@
+"""Time variants of a step side by side; compare times only as ratios, within one call of `interleaved`."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+from fxamp.measure.counts import laps
+from passes.contract.errors import FxampError
+
+
+class Timing(NamedTuple):
+    """Seconds of a step: the median, and the distance between its quartiles."""
+
+    median: float
+    spread: float
+
+
+def interleaved(
+    variants: Mapping[str, Callable[[], object]], rounds: int | Iterable[object], *, warmup: int = 2
+) -> dict[str, Timing]:
+    """Time each variant once per round, in turn, so that the machine's drift hits all alike.
+
+    Args:
+        variants: what to run, by name.
+        rounds: how many rounds, or an iterable to run through, such as a progress bar.
+        warmup: rounds at the beginning that are run but not counted.
+    """
+    taken = laps(variants, range(rounds) if isinstance(rounds, int) else rounds)
+    return {name: _timing(seconds[warmup:]) for name, seconds in taken.items()}
+
+
+def _timing(seconds: list[float]) -> Timing:
+    if len(seconds) < 2:
+        raise FxampError(f"{len(seconds)} timed rounds are too few: give at least two more rounds than `warmup`")
+    low, _, high = statistics.quantiles(seconds, n=4)
+    return Timing(statistics.median(seconds), high - low)
