@@ -45,6 +45,7 @@ from passes.contract.policy import Policy
 from passes.graph.bodies import copy_body, put_in_place
 from passes.graph.grad import SWITCHES
 from passes.graph.notes import is_inserted, note, note_of
+from passes.ops import ops
 from passes.ops.rules import row_of
 from passes.runtime.regions import grad_mode
 from passes.runtime.sizes import check_sizes
@@ -283,7 +284,7 @@ def _fill(made: GraphModule, inputs: Inputs | None) -> None:
     for node in nodes:
         if "val" not in node.meta and "example_value" in node.meta:
             node.meta["val"] = node.meta["example_value"]
-    lacking = [n for n in nodes if "val" not in n.meta and n.op != "get_attr" and n.target not in SWITCHES]
+    lacking = [n for n in nodes if "val" not in n.meta and n.op != "get_attr" and _gives_value(n)]
     if not lacking:
         for node in made.graph.find_nodes(op="get_attr"):
             value = attribute_of(made, str(node.target)) if "val" not in node.meta else None
@@ -308,6 +309,12 @@ def _fill(made: GraphModule, inputs: Inputs | None) -> None:
             raise CaptureError(
                 f"the graph rejects the example inputs: {type(e).__name__}: {str(e).strip().partition(chr(10))[0]}"
             ) from e
+
+
+def _gives_value(node: Node) -> bool:
+    """Say whether a node has a result, which a switch of a mode and an assertion have not."""
+    schema = ops.schema_of(node)
+    return node.target not in SWITCHES and (schema is None or bool(schema.returns))
 
 
 class _Propagation(FakeTensorProp):

@@ -1,12 +1,13 @@
 """The compiler as a graph pass of torchtitan's GraphTrainer, which traces forward, loss and backward as one graph.
 
-Its protocol, as of September 2026: a pipeline is a function `(traced_result, config) -> passes` that
+Its protocol, as of torchtitan 0.3: a pipeline is a function `(traced_result, config) -> passes` that
 `torchtitan.experiments.graph_trainer.registry.register_pass_pipeline(name)` registers, and a pass is a function
 `(gm, example_inputs, **kwargs) -> gm`. Weights and inputs are placeholders, and gradients are outputs.
 
 In such a graph autograd has split the ops that torch.autocast knows. What is left of one that it runs in FP32 stays in
-FP32, forward and backward; so does the backward of a softmax, in which the trace has written down its dtype. All other
-nodes follow the rules, the backward of a product as a product; those without a rule are listed in the plan.
+FP32, forward and backward; so does the backward of a softmax, in which the trace has written down its dtype. What is
+left of attention runs low, but for the statistics that its forward keeps for its backward. All other nodes follow the
+rules, the backward of a product as a product; those without a rule are listed in the plan.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.fx import GraphModule
 from passes.contract.errors import FxampError
 from passes.contract.policy import Policy
 from passes.ops import ops
-from passes.ops.rules import FP32, is_registered, lookup
+from passes.ops.rules import FP32, LOW, is_registered, lookup, row_named
 
 from ..convert import convert
 
@@ -52,19 +53,21 @@ def graph_pass(gm: GraphModule, example_inputs: Any = (), *, policy: Policy | st
     """
     asked = Policy.of(policy)
     if asked.level.rounds:
-        asked = replace(asked, ops=tuple({**_kept_wide(gm, asked), **dict(asked.ops)}.items()))
+        asked = replace(asked, ops=tuple({**_split(gm, asked), **dict(asked.ops)}.items()))
     made: GraphModule = convert(gm, policy=asked)
     return made
 
 
-def _kept_wide(gm: GraphModule, policy: Policy) -> dict[str, str]:
-    """Return overrides for the ops of a graph that are what is left of an op that autocast runs in FP32."""
+def _split(gm: GraphModule, policy: Policy) -> dict[str, str]:
+    """Return overrides for the ops of a graph that are what is left of an op that autocast runs low, or in FP32."""
     first = next((n.meta.get("val") for n in gm.graph.find_nodes(op="placeholder")), None)
     device = policy.device or (first.device.type if isinstance(first, torch.Tensor) else "cpu")
     calls = [n for n in gm.graph.nodes if n.op == "call_function"]
     names = {ops.name(n) for n in calls}
     losses = {ops.name(user) for n in calls if ops.name(n) == "_log_softmax" for user in n.users}
-    wide = set[str]()
+    wide, low = set[str](), set[str]()
+    if lookup("scaled_dot_product_attention", device)[1] == LOW:
+        low = {name for name in names if name.startswith("_scaled_dot_product_") and row_named(name).known}
     for public, forward, backward, fixed in _SPLIT:
         entropy = forward == "_log_softmax" and any("nll_loss" in name for name in losses)
         if entropy or lookup(public, device)[1] == FP32:
@@ -72,8 +75,8 @@ def _kept_wide(gm: GraphModule, policy: Policy) -> dict[str, str]:
         elif fixed:
             wide.add(backward)
     if not policy.level.is_autocasts or policy.ops or policy.modules:  # then operands may differ, which kernels refuse
-        wide |= {name for name in names if name.endswith("_backward") and not is_registered(name)}
-    return dict.fromkeys(sorted(wide & names), "fp32")
+        wide |= {name for name in names - low if name.endswith("_backward") and not is_registered(name)}
+    return {**dict.fromkeys(sorted(low), "low"), **dict.fromkeys(sorted(wide & names), "fp32")}
 
 
 def register(name: str = "fxamp", policy: Policy | str = "O1") -> Callable[..., Any]:
@@ -92,7 +95,7 @@ def register(name: str = "fxamp", policy: Policy | str = "O1") -> Callable[..., 
         registry = importlib.import_module("torchtitan.experiments.graph_trainer.registry")
         theirs = importlib.import_module("torchtitan.experiments.graph_trainer.passes")
     except ImportError as e:
-        raise FxampError("GraphTrainer was not found: install torchtitan, from its repository") from e
+        raise FxampError("GraphTrainer was not found: install torchtitan 0.3 or newer") from e
 
     def pipeline(traced_result: Any, config: Any, **more: Any) -> list[Callable[..., Any]]:
         passes = theirs.construct_default_graph_passes(traced_result, config, **more)

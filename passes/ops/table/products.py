@@ -54,6 +54,15 @@ ROWS = (
         of("convolution _convolution", same_dtype=True),
         "cudnn_convolution cudnn_convolution_transpose",
     ),
+    *group(KEEP, KEEP, "what autograd leaves of attention, of which autocast knows the op of torch's API",
+        "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        of(
+            "_scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_flash_attention_backward "
+            "_scaled_dot_product_efficient_attention_backward _scaled_dot_product_cudnn_attention_backward",
+            uncast="logsumexp",
+        ),
+    ),
     *group(KEEP, LOW, "fused kernel of CUDA",
         "_scaled_dot_product_flash_attention _thnn_fused_gru_cell _thnn_fused_lstm_cell _cudnn_rnn",
     ),

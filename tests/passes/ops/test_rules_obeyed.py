@@ -295,6 +295,10 @@ NOT_CALLED = """
     _cudnn_rnn _scaled_dot_product_flash_attention _thnn_fused_gru_cell _thnn_fused_lstm_cell cudnn_batch_norm
     miopen_batch_norm quantized_gru
     cudnn_convolution cudnn_convolution_transpose mkldnn_rnn_layer _native_multi_head_attention _assert_async
+    _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward
+    _scaled_dot_product_flash_attention_backward _scaled_dot_product_efficient_attention
+    _scaled_dot_product_efficient_attention_backward _scaled_dot_product_cudnn_attention
+    _scaled_dot_product_cudnn_attention_backward
     _assert_tensor_metadata _local_scalar_dense allclose equal is_nonzero item sym_constrain_range_for_size
     bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor bincount gcd lcm
     one_hot affine_grid_generator as_tensor asarray bartlett_window blackman_window eye fft_fftfreq fft_rfftfreq
