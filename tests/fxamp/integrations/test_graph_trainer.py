@@ -153,7 +153,7 @@ def test_a_pipeline_is_registered_by_the_protocol_of_graph_trainer(monkeypatch: 
         return gm
 
     passes.construct_default_graph_passes = lambda result, config: [theirs]  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, registry.__name__, None)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, registry.__name__, None)
     with pytest.raises(FxampError, match="install torchtitan"):
         graph_trainer.register()
     for name in ("torchtitan", "torchtitan.experiments", "torchtitan.experiments.graph_trainer"):
