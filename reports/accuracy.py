@@ -11,7 +11,6 @@ Writes `accuracy.md` and `accuracy.json` beside this file.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import sys
@@ -30,6 +29,7 @@ sys.path.insert(0, str(HERE.parent))
 
 from fxamp.trust.distance import UnderAutocast, distance  # noqa: E402
 from reports import casts  # noqa: E402
+from reports.made import made, write  # noqa: E402
 from reports.subjects import Subject, compiled, counts_of, oracle, run, set_mode, subject  # noqa: E402
 from reports.zoo import BY_NAME, NO_FP16_ON_CPU, Zoo  # noqa: E402
 
@@ -151,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Compare the rounding errors of torch.autocast and of fxamp's levels.")
     parser.add_argument("model", nargs="*", metavar="MODEL", help=", ".join((*BY_NAME, *LARGE)))
     parser.add_argument("-o", "--output", type=Path, default=HERE, metavar="FOLDER", help="where to write")
-    options = parser.parse_args(arguments)
+    options, began = parser.parse_args(arguments), made()
     if unknown := set(options.model) - {*BY_NAME, *LARGE}:
         parser.error(f"no model {', '.join(sorted(unknown))}: choose from {', '.join((*BY_NAME, *LARGE))}")
     cases = [
@@ -163,11 +163,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="FP16 gradients without a loss scale")  # nothing is trained here
         rows = [row for name, low in tqdm(cases, desc="models", unit="model") for row in measure(name, low)]
-    text = to_markdown(rows, torch.__version__)
-    sys.stdout.write(text)
-    options.output.joinpath("accuracy.md").write_text(text)
-    data = {"torch": torch.__version__, "rows": [asdict(row) for row in rows]}
-    options.output.joinpath("accuracy.json").write_text(json.dumps(data, indent=1) + "\n")
+    data = {"made": began, "torch": torch.__version__, "rows": [asdict(row) for row in rows]}
+    sys.stdout.write(write(options.output, "accuracy", data, to_markdown(rows, torch.__version__)))
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ sys.path.insert(0, str(HERE.parent))
 import fxamp  # noqa: E402  (the path comes first)
 from fxamp.measure.counts import StepCounts, last_loss, step_counts, window_counts  # noqa: E402
 from fxamp.train.weights import WeightCasts  # noqa: E402
+from reports.made import made, write  # noqa: E402
 from reports.timing import Timing, interleaved  # noqa: E402
 
 Inputs = dict[str, Tensor]
@@ -335,7 +336,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--missing", action="store_true", help="only models of which the report has no times yet")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="timed rounds per model (default: %(default)s)")
     parser.add_argument("-o", "--output", type=Path, default=HERE, metavar="FOLDER", help="where to write")
-    options = parser.parse_args(arguments)
+    options, began = parser.parse_args(arguments), made()
     if unknown := set(options.model) - set(MODELS):
         parser.error(f"no model {', '.join(sorted(unknown))}: choose from {', '.join(MODELS)}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -353,9 +354,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             measured = [row for low in lows for row in measure(name, device, low, rounds)]
             others = [row for row in rows if row.model != name and row.model in MODELS]
             rows = sorted([*others, *measured], key=lambda row: list(MODELS).index(row.model))
-            data = {"torch": torch.__version__, "machine": machine, "rows": [asdict(row) for row in rows]}
-            options.output.joinpath("casts.md").write_text(to_markdown(rows, machine))
-            file.write_text(json.dumps(data, indent=1) + "\n")
+            data = {
+                "made": began, "torch": torch.__version__, "machine": machine, "rows": [asdict(row) for row in rows],
+            }  # fmt: skip
+            write(options.output, "casts", data, to_markdown(rows, machine))
     sys.stdout.write(to_markdown(rows, machine))
 
 

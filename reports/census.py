@@ -45,8 +45,9 @@ from passes._torch import inner_backend  # noqa: E402
 from passes.graph.notes import is_inserted  # noqa: E402
 from passes.ops.rules import LOW, row_of  # noqa: E402
 from reports import architectures, libraries, zoo  # noqa: E402
+from reports.made import made, write  # noqa: E402
 from reports.timing import interleaved  # noqa: E402
-from reports.trial.options import add_options, write  # noqa: E402
+from reports.trial.options import add_options  # noqa: E402
 from reports.trial.workers import Found, Record, run_all  # noqa: E402
 
 RECORD = HERE.parent / "build" / "trial" / "census.jsonl"
@@ -387,7 +388,7 @@ def main() -> None:
     parser.add_argument("--case", help="this one alone: print what becomes of it")
     parser.add_argument("--cost", action="store_true", help="time a census, on an otherwise idle machine")
     add_options(parser, RECORD, HERE)
-    options = parser.parse_args()
+    options, began = parser.parse_args(), made()
     libraries.define_operators()
     if options.case:
         sys.stdout.write(json.dumps(work(options.case), indent=1) + "\n")
@@ -400,7 +401,7 @@ def main() -> None:
     old = HERE / "census.json"
     before = json.loads(old.read_text())["cost"] if old.exists() else ""
     data = summary({c: record.found[c] for c in wanted if c in record.found}, cost() if options.cost else before)
-    write(options.output, "census", data, to_markdown(data))
+    sys.stdout.write(write(options.output, "census", {"made": began, **data}, to_markdown(data)))
 
 
 if __name__ == "__main__":

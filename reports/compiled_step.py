@@ -27,7 +27,6 @@ import json
 import random
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import warnings
@@ -52,6 +51,7 @@ from fxamp.train.weights import WeightCasts  # noqa: E402
 from fxamp.trust.distance import UnderAutocast  # noqa: E402
 from passes.assign.place.costs import ByteCosts  # noqa: E402
 from reports.exact_numerics import cpu  # noqa: E402
+from reports.made import made, write  # noqa: E402
 
 FP32, AUTOCAST, ALL_LOW = "FP32", "torch.autocast", "all low"
 FUSED = "fxamp O2 per_step, placed as if casts cost nothing"
@@ -330,13 +330,6 @@ def to_markdown(found: dict[str, Any]) -> str:
     return text
 
 
-def _commit() -> str:
-    told = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False
-    )
-    return told.stdout.strip() or "unknown"
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, and write both reports."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -344,25 +337,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--windows", type=int, nargs="+", default=WINDOWS, choices=WINDOWS)
     parser.add_argument("--size", type=int, nargs=4, default=SIZE, metavar=("WIDTH", "LAYERS", "BATCH", "TOKENS"))
     parser.add_argument("-o", "--folder", type=Path, default=HERE)
-    args = parser.parse_args(arguments)
+    args, began = parser.parse_args(arguments), made()
     warnings.filterwarnings("ignore")
     file = args.folder / "compiled_step.json"
     before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     measured = {str(n): measure(tuple(args.size), n, args.rounds, {}) for n in args.windows}
     found = {
-        "torch": torch.__version__, "size": list(args.size),
+        "made": began, "torch": torch.__version__, "size": list(args.size),
         "windows": {n: [asdict(row) for row in rows] for n, (rows, _) in measured.items()},
         "times": before.get("times"),
     }  # fmt: skip
     if args.rounds:
         found["times"] = {
-            "commit": _commit(), "cpu": cpu(), "threads": torch.get_num_threads(), "rounds": args.rounds,
+            "commit": began["commit"], "cpu": cpu(), "threads": torch.get_num_threads(), "rounds": args.rounds,
             "windows": {n: [asdict(time) for time in times] for n, (_, times) in measured.items()},
         }  # fmt: skip
     text = to_markdown(found)
-    file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    (args.folder / "compiled_step.md").write_text(text, encoding="utf-8")
-    print(text)
+    print(write(args.folder, "compiled_step", found, text))
 
 
 if __name__ == "__main__":

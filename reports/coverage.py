@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import json
 import logging
 import multiprocessing
 import sys
@@ -41,6 +40,7 @@ from passes._torch import pytree  # noqa: E402
 from passes.contract.reasons import DEVIATIONS  # noqa: E402
 from reports import held_out  # noqa: E402
 from reports.architectures import BY_NAME, Inputs  # noqa: E402
+from reports.made import made, write  # noqa: E402
 from reports.trial.first import NOWHERE, Calls, Pair, first_difference  # noqa: E402
 from reports.trial.judge import as_graph, pair_of  # noqa: E402
 
@@ -495,7 +495,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--front-end", choices=list(FRONT_ENDS), help="this front end only")
     parser.add_argument("--processes", type=int, default=2, help="how many at a time (default: %(default)s)")
     parser.add_argument("-o", "--output", type=Path, default=HERE, metavar="FOLDER", help="where to write")
-    options = parser.parse_args(arguments)
+    options, began = parser.parse_args(arguments), made()
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -509,12 +509,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     fronts = [options.front_end] if options.front_end else list(FRONT_ENDS)
     rows = run_all([(name, front) for name in names for front in fronts], options.processes)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    text = to_markdown(rows, versions)
-    sys.stdout.write(text)
-    stem = "held_out" if options.held_out else "coverage"
-    options.output.joinpath(f"{stem}.md").write_text(text)
-    data = {**versions, "policy": POLICY, "rows": [asdict(row) for row in rows]}
-    options.output.joinpath(f"{stem}.json").write_text(json.dumps(data, indent=1) + "\n")
+    data = {"made": began, **versions, "policy": POLICY, "rows": [asdict(row) for row in rows]}
+    name = "held_out" if options.held_out else "coverage"
+    sys.stdout.write(write(options.output, name, data, to_markdown(rows, versions)))
 
 
 if __name__ == "__main__":

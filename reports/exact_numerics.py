@@ -38,6 +38,7 @@ sys.path.insert(0, str(HERE.parent))
 import fxamp  # noqa: E402  (the path comes first)
 from fxamp.trust.distance import UnderAutocast, floats  # noqa: E402
 from reports.architectures import ARCHITECTURES, BY_NAME  # noqa: E402
+from reports.made import made, write  # noqa: E402
 
 SECONDS = 900
 FP32_ROUNDING = 1e-6
@@ -162,9 +163,9 @@ def _cells(said: str) -> dict[str, Any]:
     return dict(json.loads(line) for line in said.splitlines() if line.startswith("[") and line.endswith("]"))
 
 
-def to_markdown(made: dict[str, Any]) -> str:
+def to_markdown(data: dict[str, Any]) -> str:
     """Return the report."""
-    found, rows = made["architectures"], []
+    found, rows = data["architectures"], []
     ways = [way for way in WAYS if any(way in row for row in found.values())]
     for way in ways:
         cells = [row[way] for row in found.values() if way in row]
@@ -181,7 +182,7 @@ def to_markdown(made: dict[str, Any]) -> str:
     marks = [(name, *(_mark(row[way]) if way in row else "" for way in ways)) for name, row in sorted(found.items())]
     return (
         "# O1 against eager autocast, bit by bit\n\n"
-        f'BF16 on an {made["cpu"]}, torch {made["torch"]}. "exact": {", ".join(made["options"])}. '
+        f'BF16 on an {data["cpu"]}, torch {data["torch"]}. "exact": {", ".join(data["options"])}. '
         f"Of {len(ARCHITECTURES)} architectures {len(found)} have been run. "
         "Made by `python reports/exact_numerics.py`.\n\n"
         f"{tabulate(rows, headers, 'pipe')}\n\n"
@@ -229,22 +230,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(json.dumps(cell), flush=True)
         return
     place, until = args.folder / "exact_numerics.json", time.monotonic() + 60 * args.minutes
-    made: dict[str, Any] = {
+    data: dict[str, Any] = {
         "torch": torch.__version__, "cpu": cpu(), "options": list(exact_options()), "architectures": {},
     }  # fmt: skip
     before = json.loads(place.read_text()) if place.exists() else {}
-    if {**before, "architectures": {}} == made:
-        made = before
-    found = made["architectures"]
+    if {k: v for k, v in {**before, "architectures": {}}.items() if k != "made"} == data:
+        data["architectures"] = before["architectures"]
+    data = {"made": made(), **data}
+    found = data["architectures"]
     for name in tqdm(args.only or [a.name for a in ARCHITECTURES], desc="exact_numerics"):
         ways = [way for way in args.ways if args.only or way not in found.get(name, {})]
         if time.monotonic() > until or not ways:
             continue
         if cells := in_a_process(name, ways, SECONDS):
             found[name] = {**found.get(name, {}), **cells}
-        place.write_text(json.dumps(made, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-        (args.folder / "exact_numerics.md").write_text(to_markdown(made), encoding="utf-8")
-    print(to_markdown(made))
+        write(args.folder, "exact_numerics", data, to_markdown(data))
+    print(to_markdown(data))
 
 
 if __name__ == "__main__":

@@ -33,8 +33,9 @@ from torch import Tensor, nn
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
+from reports.made import made, write  # noqa: E402
 from reports.trial.judge import FAILURES, Subject, judged, quiet  # noqa: E402  (the path comes first)
-from reports.trial.options import add_options, write  # noqa: E402
+from reports.trial.options import add_options  # noqa: E402
 from reports.trial.runs import without_fused_layers  # noqa: E402
 from reports.trial.workers import Found, Record, code, run_all  # noqa: E402
 
@@ -183,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sample", help="this one alone, as timm/cspresnet50d; prints what becomes of it")
     parser.add_argument("--elements", type=int, default=ELEMENTS, help="most weights (default: %(default)s)")
     add_options(parser, RECORD, HERE)
-    options = parser.parse_args(argv)
+    options, began = parser.parse_args(argv), made()
     folder = options.path / "samples"
     if not folder.is_dir():
         parser.error(f"{options.path} is no checkout of GraphNet: it has no folder samples/")
@@ -199,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     until = None if options.seconds is None else time.monotonic() + options.seconds
     run_all(cases, do, record, processes=options.processes, until=until, name="samples")
     data = summary([record.found[c] for c in cases if c in record.found], code())
-    write(options.output, "graphnet", data, to_markdown(data))
+    sys.stdout.write(write(options.output, "graphnet", {"made": began, **data}, to_markdown(data)))
     return 1 if data["failed"] else 0
 
 

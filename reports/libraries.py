@@ -39,9 +39,10 @@ sys.path.insert(0, str(HERE.parent))
 import fxamp  # noqa: E402  (the path comes first)
 from passes.contract.errors import FxampError  # noqa: E402
 from passes.contract.reasons import DEVIATIONS  # noqa: E402
+from reports.made import made, write  # noqa: E402
 from reports.trial.first import first_difference  # noqa: E402
 from reports.trial.judge import FAILURES, TORCH, Subject, judged, quiet, recorded  # noqa: E402
-from reports.trial.options import add_options, write  # noqa: E402
+from reports.trial.options import add_options  # noqa: E402
 from reports.trial.runs import distance, norm, run, values_differ, without_fused_layers  # noqa: E402
 from reports.trial.workers import Found, Record, code, run_all  # noqa: E402
 
@@ -513,7 +514,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--limit", type=int, help="how many of each library")
     add_options(parser, RECORD, HERE)
-    options = parser.parse_args(arguments)
+    options, began = parser.parse_args(arguments), made()
     define_operators()
     if options.case:
         logging.disable(logging.ERROR)
@@ -526,7 +527,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cases = [c for row in itertools.zip_longest(*each) for c in row if c is not None]  # of every library some first
     run_all(cases, work, record, processes=options.processes, until=until, seconds=400, name="models")
     data = summary(record.found)
-    write(options.output, "libraries", data, to_markdown(data))
+    sys.stdout.write(write(options.output, "libraries", {"made": began, **data}, to_markdown(data)))
 
 
 if __name__ == "__main__":

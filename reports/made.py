@@ -1,11 +1,13 @@
-"""Where and when a report was made: its commit, the machine, and what else the machine was doing."""
+"""Where a report was made, which stands below its title: its commit, the machine, and what else the machine did."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 
@@ -30,7 +32,7 @@ def made(device: str = "cpu") -> Made:
     """Return the commit ("+" behind it: with changes), the machine, and its load before anything is measured."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     return {
-        "commit": _commit(), "machine": str(this_machine(device)), "torch": str(torch.__version__),
+        "commit": _commit(), "machine": str(this_machine(device)).partition(",")[0], "torch": str(torch.__version__),
         "cores": os.cpu_count() or 1, "threads": torch.get_num_threads(), "load": load and round(load, 1),
     }  # fmt: skip
 
@@ -49,6 +51,20 @@ def sentence(found: Made) -> str:
         f"Made at commit {found['commit']}, on {found['machine']} with torch {found['torch']}, {found['threads']} of "
         f"{found['cores']} cores, at {load}{': the machine was busy, and times by the clock are too long' * busy}."
     )
+
+
+def headed(text: str, data: Mapping[str, Any]) -> str:
+    """Return a report with a sentence on its making below its title, where the data have it."""
+    title, _, rest = text.partition("\n\n")
+    return f"{title}\n\n{sentence(data['made'])}\n\n{rest}" if "made" in data else text
+
+
+def write(folder: Path, name: str, data: Mapping[str, Any], text: str) -> str:
+    """Write a report as `name.json` and `name.md`; return the latter."""
+    text = headed(text, data)
+    folder.joinpath(f"{name}.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    folder.joinpath(f"{name}.md").write_text(text, encoding="utf-8")
+    return text
 
 
 def _commit() -> str:

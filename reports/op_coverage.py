@@ -28,6 +28,7 @@ sys.path.insert(0, str(HERE.parent))
 
 import fxamp  # noqa: E402  (the path comes first)
 from passes.contract.reasons import DEVIATIONS  # noqa: E402
+from reports.made import made, write  # noqa: E402
 from reports.trial import samples  # noqa: E402
 from reports.trial.cuda import POLICY, dtypes_under_cuda  # noqa: E402
 from reports.trial.judge import (  # noqa: E402
@@ -45,7 +46,7 @@ from reports.trial.judge import (  # noqa: E402
     judged,
     quiet,
 )
-from reports.trial.options import add_options, write  # noqa: E402
+from reports.trial.options import add_options  # noqa: E402
 from reports.trial.workers import Found, Record, code, run_all  # noqa: E402
 
 RECORD = HERE.parent / "build" / "trial" / "op_coverage.jsonl"
@@ -191,7 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", action="append", metavar="NAME", help="op:NAME.VARIANT or module:NAME; may repeat")
     parser.add_argument("--limit", type=int, help="how many cases")
     add_options(parser, RECORD, HERE)
-    options = parser.parse_args(arguments)
+    options, began = parser.parse_args(arguments), made()
     if options.case:
         logging.disable(logging.ERROR)
         for level, (kind, why) in work(options.case)["found"].items():
@@ -211,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             mine = [c for c in cases if c.startswith("cuda") == device]
             run_all(mine, work, record, processes=options.processes, until=until, name=f"{dtype} {behind}")
     data = summary(record.found, len(names) * sum(len(fronts) for _, _, fronts in KINDS))
-    write(options.output, "op_coverage", data, to_markdown(data))
+    sys.stdout.write(write(options.output, "op_coverage", {"made": began, **data}, to_markdown(data)))
 
 
 if __name__ == "__main__":

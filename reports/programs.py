@@ -27,9 +27,10 @@ from tabulate import tabulate
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
+from reports.made import made, write  # noqa: E402
 from reports.trial.generate import generate, runs  # noqa: E402  (the path comes first)
 from reports.trial.judge import FAILURES, FRONT_ENDS, LEVELS, Subject, Verdict, judged  # noqa: E402
-from reports.trial.options import add_options, write  # noqa: E402
+from reports.trial.options import add_options  # noqa: E402
 from reports.trial.program import Program  # noqa: E402
 from reports.trial.shrink import shrink  # noqa: E402
 from reports.trial.workers import Found, Record, code, run_all  # noqa: E402
@@ -170,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--limit", type=int, default=WANTED, help="how many programs (default: %(default)s)")
     parser.add_argument("--first", type=int, default=0, help="the first seed (default: %(default)s)")
     add_options(parser, RECORD, HERE)
-    options = parser.parse_args(arguments)
+    options, began = parser.parse_args(arguments), made()
     if options.seed is not None:
         one(options.seed, options.front_end, options.low, options.shrink)
         return
@@ -184,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             break
         run_all(batch, work, record, processes=options.processes, until=until, name="programs")
     data = summary(record.found)
-    write(options.output, "programs", data, to_markdown(data))
+    sys.stdout.write(write(options.output, "programs", {"made": began, **data}, to_markdown(data)))
 
 
 def failed(entry: Found) -> bool:

@@ -36,6 +36,7 @@ sys.path.insert(0, str(HERE.parent))
 from passes import Timed, compile_graph, watched  # noqa: E402  (the path comes first)
 from passes._torch import FakeTensorMode  # noqa: E402
 from passes.contract.policy import Policy  # noqa: E402
+from reports.made import headed, made  # noqa: E402
 
 aten = torch.ops.aten
 WIDTH, ROWS = 64, 32
@@ -182,7 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="numbers of nodes (default: %(default)s)")
     parser.add_argument("--no-export", action="store_true", help="without the comparison with torch.export")
     parser.add_argument("-o", "--output", type=Path, default=HERE, metavar="FOLDER", help="where to write")
-    options = parser.parse_args(arguments)
+    options, began = parser.parse_args(arguments), made()
     yardstick = set() if options.no_export else {YARDSTICK}
     sizes = sorted({*options.sizes, *yardstick})
     runs = [(level, s) for level in ("O1", "O2") for s in sizes]
@@ -192,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         graph = chain(size)
         rows.append((level, len(graph.nodes), time_passes(graph, level)))
     exported = time_export(YARDSTICK) if yardstick else None
-    text = to_markdown(rows, exported)
+    text = headed(to_markdown(rows, exported), {"made": began})
     sys.stdout.write(text)
     options.output.joinpath("scaling.md").write_text(text)
 

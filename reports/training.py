@@ -36,6 +36,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 import fxamp  # noqa: E402  (the path comes first)
+from reports import made  # noqa: E402
 from reports.plot import line_chart  # noqa: E402
 
 FP32, AUTOCAST, PER_STEP = "FP32", "torch.autocast", "fxamp O2 per_step"
@@ -362,12 +363,9 @@ def write(runs: Sequence[Run], folder: Path) -> str:
     """Write the data, the report and the charts; return the report."""
     threads = torch.get_num_threads()
     machine = f"CPU ({torch.backends.cpu.get_cpu_capability()}, {threads} thread{'s' if threads > 1 else ''})"
-    data = {"torch": torch.__version__, "machine": machine, "runs": [asdict(run) for run in runs]}
-    folder.joinpath("training.json").write_text(json.dumps(data, indent=1) + "\n")
-    text = to_markdown(runs, machine)
-    folder.joinpath("training.md").write_text(text)
+    data = {"made": made.made(), "torch": torch.__version__, "machine": machine, "runs": [asdict(run) for run in runs]}
     draw(runs, folder)
-    return text
+    return made.write(folder, "training", data, to_markdown(runs, machine))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -34,6 +34,7 @@ from reports import (
     shown,
     training,
 )
+from reports.made import headed, made, sentence
 from reports.plot import scatter
 from reports.zoo import BY_NAME
 
@@ -116,12 +117,14 @@ def test_casts_goes_on_where_it_stopped_and_times_whole_windows_of_the_sizes(
 
 def test_casts_without_times_is_the_same_on_every_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(casts, "MODELS", {"tiny": _tiny})
+    now = made()
+    monkeypatch.setattr(casts, "made", lambda: now)
     texts = []
     for _ in range(2):
         casts.main(["--no-times", "-o", str(tmp_path)])
         texts.append([tmp_path.joinpath(f"casts.{kind}").read_text() for kind in ("md", "json")])
     assert texts[0] == texts[1]
-    assert "time" not in texts[0][0]
+    assert "time" not in texts[0][0].replace(sentence(now), "")
 
 
 def test_accuracy_compares_every_level_with_autocast(tmp_path: Path) -> None:
@@ -184,7 +187,7 @@ def test_the_committed_accuracy_report_has_every_model() -> None:
     found = _committed("accuracy.json")
     rows = [accuracy.Row(**row) for row in found["rows"]]
     assert {row.model for row in rows} == {*BY_NAME, *accuracy.LARGE}
-    assert REPORTS.joinpath("accuracy.md").read_text() == accuracy.to_markdown(rows, found["torch"])
+    assert REPORTS.joinpath("accuracy.md").read_text() == headed(accuracy.to_markdown(rows, found["torch"]), found)
 
 
 # What O2 stores low between the layers of these costs more than half of autocast's error.
@@ -206,7 +209,7 @@ def test_the_committed_coverage_is_whole(front_end: str) -> None:
         pytest.skip("reports/coverage.json is not written yet: python reports/coverage.py")
     found = _committed("coverage.json")
     everything = [coverage.Row(**row) for row in found["rows"]]
-    assert REPORTS.joinpath("coverage.md").read_text() == coverage.to_markdown(everything, found)
+    assert REPORTS.joinpath("coverage.md").read_text() == headed(coverage.to_markdown(everything, found), found)
     rows = [row for row in everything if row.front_end == front_end]
     assert {row.architecture for row in rows} == {a.name for a in architectures.ARCHITECTURES}
     assert all(row.converted and row.runs for row in rows if row.captured)
@@ -303,7 +306,13 @@ def test_the_printed_census_of_the_readme_is_what_its_example_prints() -> None:
 @pytest.mark.parametrize("script", [compiled_step, exact_numerics])
 def test_what_is_said_of_compiled_models_is_what_was_measured(script: Any) -> None:
     name = script.__name__.rpartition(".")[2]
-    assert script.to_markdown(_committed(f"{name}.json")) == REPORTS.joinpath(f"{name}.md").read_text()
+    found = _committed(f"{name}.json")
+    assert headed(script.to_markdown(found), found) == REPORTS.joinpath(f"{name}.md").read_text()
+
+
+@pytest.mark.parametrize("report", sorted(p.name for p in REPORTS.glob("*.md")))
+def test_a_report_says_where_it_was_made(report: str) -> None:
+    assert re.search(r"Made at commit [0-9a-f]{7}", (REPORTS / report).read_text(encoding="utf-8"))
 
 
 def test_options_for_exact_numerics_reach_inductor() -> None:
