@@ -53,7 +53,7 @@ def ambient_dtype(graph: Graph, device: str, named: torch.dtype | None = None) -
     for node in (left, entered):
         graph.erase_node(node)
     kind, dtype, *_ = entered.args
-    return dtype if kind == device and isinstance(dtype, torch.dtype) else state
+    return _low_of((device, True, dtype)) if kind == device else state  # type: ignore[arg-type]
 
 
 def _whole_region(graph: Graph) -> tuple[Node, Node] | None:
@@ -127,7 +127,7 @@ class _Description:
         nodes, held = list(gm.graph.nodes), dict[Node, Any]()
         describe_regions(nodes, region)
         regions = {note_of(n).region for n in nodes} - {None}
-        by_regions = {dtype for _, on, dtype in regions if on and dtype in LOW_DTYPES}  # type: ignore[misc]
+        by_regions = {low for r in regions if r is not None and r[1] and (low := _low_of(r)) in LOW_DTYPES}
         self.by_autocast |= by_regions
         for node in nodes:
             _as_cast(node)
@@ -281,6 +281,12 @@ def _may_be_fused(attention: nn.MultiheadAttention) -> bool:
     plain = attention.bias_k is None and attention.bias_v is None and not attention.add_zero_attn
     whole = attention.in_proj_weight is not None and attention.in_proj_bias is not None
     return plain and whole and attention.batch_first and attention.num_heads % 2 == 0
+
+
+def _low_of(region: Region) -> torch.dtype:
+    """Return the low dtype of an enabled autocast region; one that names none has torch's."""
+    device, _, dtype = region
+    return dtype or torch.get_autocast_dtype(device)
 
 
 def describe_regions(nodes: Iterable[Node], outside: Region | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import keyword
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -85,6 +86,11 @@ def _again(made: Any, fields: dict[str, Any]) -> Emitted:
             setattr(emitted, name, value)
     emitted.meta, emitted.training = dict(fields["meta"]), made.training
     return emitted
+
+
+def is_writable(name: str) -> bool:
+    """Say whether torch.fx writes the name of an attribute into the code of a graph so that Python reads that name."""
+    return not keyword.iskeyword(name) and not {*name} & {*'"\\\n\r\0'}
 
 
 def with_record(gm: GraphModule, plan: Plan, **more: Any) -> GraphModule:

@@ -52,7 +52,7 @@ from passes.runtime.sizes import check_sizes
 
 from .capture_jit import attribute_of, describe_regions
 from .compiled import copied
-from .emitted import Emitted, with_record
+from .emitted import Emitted, is_writable, with_record
 from .inputs import Inputs, resolve
 from .parameters import opaque_parameters, refuse_low_parameters
 
@@ -125,6 +125,8 @@ def store_low(made: GraphModule) -> None:
 
 def _copied(given: GraphModule | ExportedProgram) -> GraphModule:
     """Return a copy over the same tensors, whose graphs may be changed."""
+    if isinstance(given, ExportedProgram):
+        _refuse_unwritable(given)
     gm: Any = given.module(check_guards=False) if isinstance(given, ExportedProgram) else given
     made = copied(gm, Emitted)
     for node in made.graph.nodes:
@@ -137,6 +139,16 @@ def _copied(given: GraphModule | ExportedProgram) -> GraphModule:
     inline_regions(made)
     describe_regions(list(made.graph.nodes), None)
     return made
+
+
+def _refuse_unwritable(given: ExportedProgram) -> None:
+    """Raise CaptureError for a name that torch writes wrongly into the code of what it makes of an exported program."""
+    for path in (*given.state_dict, *given.constants):
+        if not all(map(is_writable, path.split("."))):
+            raise CaptureError(
+                f"torch.fx cannot write the name {path!r} into the code of a graph, where a module is named with a "
+                "quote, a backslash, a line break or a keyword of Python: rename it, or convert the model itself."
+            )
 
 
 def inline_regions(gm: GraphModule) -> None:

@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any
 from tabulate import tabulate
 
 from passes import Printed, watched
-from passes.contract.errors import FxampError, PolicyError
+from passes.contract.errors import FxampError, NoLossError, PolicyError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy, nearest
 
 from .output import DONE, FOUND, aside, coloured, failed, to_stderr, waiting, width, write, write_pair
-from .run_target import run_target, step_of
+from .run_target import A_LOSS, run_target, step_of
 from .target import load_target
 from .usage import parser_of
 
@@ -57,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.path.insert(0, os.getcwd())
     try:
         status: int = args.run(args)
+    except NoLossError as error:
+        return failed(f"{error.found}; {A_LOSS}")
     except FxampError as error:
         return failed(str(error))
     except OSError as error:

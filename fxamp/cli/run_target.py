@@ -11,6 +11,11 @@ from passes.contract.policy import Policy
 if TYPE_CHECKING:
     from torch import nn
 
+A_LOSS = (
+    "let TARGET return (fxamp.TrainStep(model, loss_fn, optimizer), (inputs, target)), or a model whose output is a "
+    "loss, or has one as .loss"
+)
+
 
 def run_target(made: tuple[Any, Any, Any], policy: Policy, *, own: bool) -> tuple[nn.Module | None, list[str]]:
     """Run a step; return the module that has the plan, None for a model to be converted, and what ran otherwise.

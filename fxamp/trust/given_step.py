@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from passes._torch import pytree
-from passes.contract.errors import CaptureError, NotAModuleError, PolicyError
+from passes.contract.errors import CaptureError, NoLossError, NotAModuleError, PolicyError
 
 from .distance import floats
 from .preserved import fresh, same_attributes, same_random_state
@@ -198,10 +198,7 @@ def loss_of(output: Any, target: Any, loss: Loss, *, any_will_do: bool = False) 
     what = "no loss and no tensor of floats" if not leaves else f"{scalars} scalars" if scalars > 1 else "no loss"
     if found is not None:
         what = f"a loss that is {_described(found)}, not a tensor of one element"
-    raise PolicyError(
-        f"the output ({type(output).__name__}) has {what}: give loss= (loss_fn of a TrainStep), a function of the "
-        "output, or of output and target, that returns a tensor of one element."
-    )
+    raise NoLossError(f"the output ({type(output).__name__}) has {what}")
 
 
 def require_loss(loss: object) -> None:

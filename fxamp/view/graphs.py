@@ -24,13 +24,14 @@ from passes.runtime.tracing import RuntimeTracer
 
 from ..capture import recompile_limit
 from ..capture.compiled import coverage, runner_of, together
-from ..capture.emitted import Emitted, with_record
+from ..capture.emitted import Emitted, is_writable, with_record
 from ..capture.outputs import leaving
 from .function import Entry
 from .replay import OR
 from .runner import Runner
 from .state import State
 
+_OTHER = re.compile(r"\W")
 _ARGUMENT = re.compile(r"L\['args'\]\[(\d+)\]|L\['kwargs'\]\['(\w+)'\]")
 
 
@@ -219,7 +220,7 @@ class _Binding:
 
     def _attribute_or_size(self, node: Node, what: Any) -> None:
         if isinstance(what, str):
-            self.env[node] = self.graph.get_attr(what)
+            self.env[node] = self.graph.get_attr(self._writable(what))
         elif isinstance(what, torch.Tensor):
             self.env |= {user: what.item() for user in node.users if user.target == "item"}
         elif str(what) in self.sizes:
@@ -229,6 +230,14 @@ class _Binding:
         made = self.env.get(node)
         if isinstance(made, Node):  # no module makes a size of an input
             made.meta = {k: v for k, v in node.meta.items() if made.op != "call_method" or k != "nn_module_stack"}
+
+    def _writable(self, path: str) -> str:
+        """Return the path of an attribute, under another name where torch.fx writes its own wrongly into code."""
+        name = ".".join(p if is_writable(p) else f"_{_OTHER.sub('_', p)}" for p in path.split("."))
+        while name != path and self.attributes.get(name, self.attributes[path]) is not self.attributes[path]:
+            name += "_"
+        self.attributes[name] = self.attributes[path]
+        return name
 
     def _name(self, node: Node) -> str:
         """Return the name of the argument that an input is, or a name with its number for a part of one."""

@@ -54,6 +54,21 @@ class PolicyError(FxampError, ValueError):
     """
 
 
+class NoLossError(PolicyError):
+    """A step has no loss, and no function was given that makes one of its output.
+
+    Attributes:
+        found: says what there is in its place.
+    """
+
+    def __init__(self, found: str) -> None:
+        super().__init__(
+            f"{found}: give loss= (loss_fn of a TrainStep), a function of the output, or of output and target, that "
+            "returns a tensor of one element."
+        )
+        self.found = found
+
+
 class PlanError(FxampError, ValueError):
     """A plan does not fit the graph, or cannot be read. The error is also a ValueError.
 

@@ -141,3 +141,19 @@ def test_what_a_region_of_the_models_own_returns_keeps_its_dtype(front_end: str,
     assert wanted == [F32, BF16, F32, F32, F32, BF16, BF16, F32]
     for make in at_levels(model, args, front_end, *(f"{level},dtype={name}" for level in ("O0", "O1", "O2"))):
         assert [t.dtype for t in make()(*args)] == wanted
+
+
+@pytest.mark.parametrize("way", ["view", "in place"])
+def test_a_region_that_names_no_dtype_has_torchs(way: str) -> None:
+    def forward(self: Any, x: Tensor) -> Any:
+        with torch.autocast("cpu"):
+            y = self.l(x)
+            return y, self.m(x.to(y.dtype).float())
+
+    torch.manual_seed(0)
+    model, x = Two(forward), one()[0]
+    module: Any = fxamp.convert(model) if way == "view" else torch.compile(model, backend=fxamp.backend("O1", "eager"))
+    got, wanted = module(x), model(x)
+    assert [t.dtype for t in got] == [t.dtype for t in wanted] == [BF16, BF16]
+    assert all(map(torch.equal, got, wanted))
+    assert not any("captured without autocast" in note for note in fxamp.plan_of(module).notes)

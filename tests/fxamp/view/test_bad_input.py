@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -282,3 +283,38 @@ def test_what_was_not_converted_or_not_captured_has_no_plan(
 ) -> None:
     with pytest.raises(error, match=said):
         call()
+
+
+# Names that torch.fx writes into code as they are.
+
+
+class Named(nn.Module):
+    """Two layers, the second under any name, beside one whose name is what fxamp would write for it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self._a_b = nn.Linear(6, 6)
+        self.add_module(name, nn.Linear(6, 6))
+        self.name = name
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = getattr(self, self.name)(self._a_b(x))
+        return out
+
+
+@pytest.mark.parametrize("name", ["a\nb", "a\rb", 'a"b', "a\\b", "a\0b", "class"])
+def test_a_name_that_no_code_holds_is_written_otherwise_or_refused(name: str) -> None:
+    model = Named(name)
+    exported, expected = torch.export.export(model, (X,)), under_autocast(model, (X,)).float()
+    before = fingerprint(model)
+    view = fxamp.convert(model, (X,), policy="O1,dtype=bf16")
+    (graph,) = fxamp.graphs(view)
+    assert torch.equal(view(X), expected)
+    assert torch.equal(graph(X)[0], view(X))
+    assert {d.module_path for d in fxamp.plan_of(view).decisions} == {"_a_b", name}
+    assert fxamp.diff(view)
+    assert "linear" in str(fxamp.report(view))
+    with pytest.raises(fxamp.CaptureError, match=re.escape(repr(f"{name}.weight"))):
+        fxamp.convert(exported)
+    assert_untouched(model, before)

@@ -143,7 +143,8 @@ def test_the_command_leaves_with_0_1_or_2(
     assert main(["verify", "net.py:step", "--tolerance", "0.5"]) == 0
     capsys.readouterr()
     for argv, said in (
-        (["net.py:alone"], "let the target return (Linear, batch)"), (["net.py:lossless"], "give loss="),
+        (["net.py:alone"], "let the target return (Linear, batch)"),
+        (["net.py:lossless"], "has no loss; let TARGET return (fxamp.TrainStep("),
         (["net.py:step", "--tolerance", "0"], "is not a tolerance"), (["net.py:step", "--policy", "O9"], "O9"),
         (["net.py:step", "--tolerance", "nan"], "is not a tolerance"),
     ):  # fmt: skip
