@@ -1,13 +1,15 @@
 """Time that conversion takes: `python reports/compile_time.py`.
 
-Ahead of time: `fxamp.convert` of LeNet-5 and of a BERT with 12 layers, by one thread, each time in a new process. Just
-in time: for BERT and Llama with 12 layers, the first forward and backward of a model compiled by torch.compile with
-"aot_eager" alone, and with fxamp in front of it, in turn. Several rounds of each. `convert` or `compile` as an argument
-measures that part alone, and leaves the other as it was. Writes `reports/compile_time.md` and `.json`.
+Ahead of time: `fxamp.convert` of LeNet-5 and of a BERT with 12 layers, by one thread, each time in a new process; and
+of four models in turn with the first call of the same model compiled by torch.compile. Just in time: for BERT and Llama
+with 12 layers, the first forward and backward of a model compiled by torch.compile with "aot_eager" alone, and with
+fxamp in front of it, in turn. Several rounds of each. `convert`, `first` or `compile` as an argument measures that part
+alone, and leaves the others as they were. Writes `reports/compile_time.md` and `.json`.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import statistics
@@ -28,7 +30,7 @@ import fxamp
 from fxamp.demo import LeNet5
 from reports.made import made, sentence
 
-PARTS = ("convert", "compile")
+PARTS = ("convert", "first", "compile")
 ROUNDS = 5
 INNER = "aot_eager"
 HERE = Path(__file__).parent
@@ -44,6 +46,17 @@ def llama() -> nn.Module:
     """Return a Llama of 12 layers, 64 wide."""
     config = transformers.LlamaConfig(**SMALL, num_key_value_heads=2, vocab_size=99, use_cache=False)
     return transformers.LlamaForCausalLM(config).train()
+
+
+def resnet() -> nn.Module:
+    """Return a ResNet-50."""
+    return transformers.ResNetForImageClassification(transformers.ResNetConfig(num_labels=10)).train()
+
+
+def swin() -> nn.Module:
+    """Return a Swin V2 of 4 stages, 24 wide."""
+    config = transformers.Swinv2Config(embed_dim=24, image_size=64, window_size=4, num_labels=10)
+    return transformers.Swinv2ForImageClassification(config).train()
 
 
 def converting(name: str) -> tuple[float, float]:
@@ -68,6 +81,38 @@ def measure_convert(name: str, rounds: int, progress: tqdm[Any]) -> dict[str, An
             found.append(pool.apply(converting, (name,)))
         progress.update()
     return {"clock": [c for c, _ in found], "processor": [p for _, p in found]}
+
+
+def first_call(build: Callable[[], nn.Module], inputs: dict[str, torch.Tensor], way: str, dynamic: bool) -> float:
+    """Return the seconds of the processor that a new model's first call takes, compiled, or its conversion."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = build()
+    given = {name: value.clone() for name, value in inputs.items()}
+    if dynamic and way == "torch.compile":
+        for value in given.values():
+            torch._dynamo.maybe_mark_dynamic(value, 0)  # as a view does by itself
+    began = time.process_time()
+    if way == "torch.compile":
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.compile(model, backend="eager")(**given)
+    else:
+        fxamp.convert(model, (), given, policy="O1,dtype=bf16", dynamic=None if dynamic else False)
+    return time.process_time() - began
+
+
+def measure_first(name: str, rounds: int, progress: tqdm[Any]) -> dict[str, Any]:
+    """Convert one model, and call it compiled by torch.compile, in turn; return the seconds of each round."""
+    build, inputs = FIRST[name]
+    cases = list(itertools.product(("torch.compile", "fxamp"), (True, False)))
+    found: dict[str, list[float]] = {f"{way}, {_SIZES[dynamic]}": [] for way, dynamic in cases}
+    for at in range(rounds + 1):
+        for way, dynamic in cases:
+            seconds = first_call(build, inputs(), way, dynamic)
+            if at:  # what is imported and cached on first use
+                found[f"{way}, {_SIZES[dynamic]}"].append(seconds)
+            progress.update()
+    return found
 
 
 def first_step(compiled: Any, ids: torch.Tensor) -> float:
@@ -97,6 +142,13 @@ def measure(build: Callable[[], nn.Module], rounds: int, progress: tqdm[Any]) ->
 
 CONVERTED = ("LeNet-5", "BERT, 12 layers")
 COMPILED = {"BERT": bert, "Llama": llama}
+FIRST: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, torch.Tensor]]]] = {
+    "BERT, 12 layers": (bert, lambda: {"input_ids": torch.randint(99, (2, 16))}),
+    "Llama, 12 layers": (llama, lambda: {"input_ids": torch.randint(99, (2, 16))}),
+    "ResNet-50": (resnet, lambda: {"pixel_values": torch.randn(2, 3, 64, 64)}),
+    "Swin V2": (swin, lambda: {"pixel_values": torch.randn(2, 3, 64, 64)}),
+}
+_SIZES = {True: "any batch size", False: "one batch size"}
 
 
 def to_markdown(found: dict[str, Any]) -> str:
@@ -119,6 +171,16 @@ def to_markdown(found: dict[str, Any]) -> str:
         )
         for name, row in found["compile"].items()
     ]
+    first = []
+    for name, row in found.get("first", {}).items():
+        cells = [name]
+        for size in _SIZES.values():
+            theirs, ours = (statistics.median(row[f"{way}, {size}"]) for way in ("torch.compile", "fxamp"))
+            cells += [f"{theirs:.1f}", f"{ours:.1f}", f"{ours / theirs:.2f}"]
+        first.append(cells)
+    sizes = [
+        f"{what} ({size})" for size in _SIZES.values() for what in ("torch.compile, s", "fxamp.convert, s", "ratio")
+    ]
     headers = ("model, 12 layers", "torch.compile, s", "with fxamp, s", "ratio", "spread of the ratio")
     columns = ("model", "processor, s", "clock, s", "minimum of processor, s")
     return (
@@ -128,6 +190,12 @@ def to_markdown(found: dict[str, Any]) -> str:
         "conversion of a new process, on one thread, and includes the imports of torch and all "
         "checks. Clock time includes the load of other programs on the machine.\n\n"
         f"{tabulate(ahead, columns, 'pipe', disable_numparse=True)}\n\n"
+        "## fxamp.convert against the first call of torch.compile\n\n"
+        "The table shows seconds of the processor in train mode under autocast, in one process, in turn, with "
+        'everything imported: what `torch.compile(model, backend="eager")` takes for its first call, and '
+        "`fxamp.convert` with its check. A view is captured for batches of any size; sizes that vary cost "
+        "torch.compile more too.\n\n"
+        f"{tabulate(first, ('model', *sizes), 'pipe', disable_numparse=True)}\n\n"
         "## Just in time: fxamp.compile against torch.compile\n\n"
         f"The table shows the time of the first forward and backward with the inner backend `{INNER}`: medians of "
         f"{rounds['compile']} rounds, in which both variants take turns, with {torch.get_num_threads()} threads.\n\n"
@@ -148,12 +216,13 @@ def main(parts: Sequence[str] = PARTS, rounds: int = ROUNDS, folder: Path = HERE
     warnings.filterwarnings("ignore")
     kept = folder / "compile_time.json"
     found = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
-    with tqdm(
-        total=sum({"convert": 2, "compile": 4}[part] for part in parts) * rounds, desc="compile_time"
-    ) as progress:
+    steps = {"convert": 2 * rounds, "first": 16 * (rounds + 1), "compile": 4 * rounds}
+    with tqdm(total=sum(steps[part] for part in parts), desc="compile_time") as progress:
         found["made"] = found.get("made", {}) | dict.fromkeys(parts, made())  # before anything loads the machine
         if "convert" in parts:
             found["convert"] = {name: measure_convert(name, rounds, progress) for name in CONVERTED}
+        if "first" in parts:
+            found["first"] = {name: measure_first(name, rounds, progress) for name in FIRST}
         if "compile" in parts:
             found["compile"] = {name: measure(build, rounds, progress) for name, build in COMPILED.items()}
     text = to_markdown(found)
