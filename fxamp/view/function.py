@@ -182,8 +182,8 @@ def function_of(
     """
     device, low = runner.device, runner.low
     author: Any = getattr(type(runner.model), method) if method else None
-    # Under torch.vmap a trace has FP32 where autocast makes low values; and autocast makes no half complex numbers.
-    dtypes = (low, torch.float32, torch.complex64)
+    # Under torch.vmap a trace has FP32 where autocast makes low values; O2 casts what half complex numbers are made of.
+    dtypes = (low, torch.float32, torch.complex64, torch.complex32)
     mark = torch.compiler.allow_in_graph(leave) if runner.restores else None
     autocast, tree_map, whole = torch.autocast, pytree.tree_map, is_whole
 

@@ -245,6 +245,14 @@ def test_what_code_between_graphs_returns_has_the_dtype_of_the_model() -> None:
         assert torch.equal(got[0].to_dense(), model(x)[1]["h"].float())
 
 
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_complex_numbers_of_16_bits_leave_as_they_are_in_the_model(level: str) -> None:
+    model, x = Two(lambda self, x: (torch.complex(x, x), self.l(x.float()))), example().half()
+    got, plain = compiled(model, f"{level},dtype=fp16")(x), model(x)
+    assert [t.dtype for t in got] == [t.dtype for t in plain] == [torch.complex32, F32]
+    assert torch.equal(torch.view_as_real(got[0]), torch.view_as_real(plain[0]))
+
+
 def test_low_outputs_stay_low_where_the_policy_says_so() -> None:
     assert compiled(Two(broken), "O1,output_dtype=low")(example()).dtype == BF16
 
