@@ -61,14 +61,19 @@ def is_low_throughout(model: nn.Module, inputs: Any) -> bool:
     return next(floats, False) and all(floats)
 
 
+def is_whole(value: object) -> bool:
+    """Say whether a container is left as it is, with the low values in it: a cache is, as under autocast."""
+    return not isinstance(value, (tuple, list, dict))
+
+
 def restored(outputs: Any, low: torch.dtype, given: Container[int], made: dict[int, Any] | None = None) -> Any:
     """Return outputs with low values cast to FP32, unless the model itself makes or holds them, or was `given` them.
 
-    Containers that pytree does not know, except dataclasses, are left unchanged, so a cache keeps low values.
+    Containers other than tuples, lists, dicts and dataclasses are left unchanged, so a cache keeps low values.
     An output that is returned twice stays one tensor: `made` maps the identity of each output to what was made of it.
     """
     made = {} if made is None else made
-    leaves, spec = pytree.tree_flatten(outputs)
+    leaves, spec = pytree.tree_flatten(outputs, is_leaf=is_whole)
     for leaf in leaves:
         if id(leaf) in made or isinstance(leaf, nn.Parameter):
             continue

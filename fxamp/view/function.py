@@ -42,7 +42,7 @@ from ..capture.backend import inner_of, rewrite, run_by
 from ..capture.call import Call, current
 from ..capture.compiled import Converted, break_of, copied, elsewhere
 from ..capture.emitted import Kept, at_call
-from ..capture.outputs import leaving
+from ..capture.outputs import is_whole, leaving
 from .copies import Lifted, lift, with_copies
 from .replay import Replaying
 from .state import State, state_of
@@ -182,10 +182,10 @@ def function_of(
     """
     device, low = runner.device, runner.low
     author: Any = getattr(type(runner.model), method) if method else None
-    # Under torch.vmap a trace has FP32 where autocast makes low values; and autocast makes no half complex numbers.
-    dtypes = (low, torch.float32, torch.complex64)
+    # Under torch.vmap a trace has FP32 where autocast makes low values; O2 casts what half complex numbers are made of.
+    dtypes = (low, torch.float32, torch.complex64, torch.complex32)
     mark = torch.compiler.allow_in_graph(leave) if runner.restores else None
-    autocast, tree_map, whole = torch.autocast, pytree.tree_map, _is_whole
+    autocast, tree_map, whole = torch.autocast, pytree.tree_map, is_whole
 
     def marked(value: Any) -> Any:
         return mark(value) if mark is not None and isinstance(value, Tensor) and value.dtype in dtypes else value
@@ -224,11 +224,6 @@ def _is_found(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):
         return False
-
-
-def _is_whole(value: Any) -> bool:
-    """Say whether a container is left as it is, with the low values in it: a cache is, as under autocast."""
-    return not isinstance(value, (tuple, list, dict))
 
 
 def _names_in(model: nn.Module) -> dict[int, str]:

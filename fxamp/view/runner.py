@@ -13,13 +13,13 @@ A call runs the plan wherever it is made, or says that it did not, with the caus
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import re
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -255,7 +255,7 @@ class Runner:
         if call.does == "run":
             self.called = True
             self._look(function, call.ran)
-        return self._in_fields(outputs, call)
+        return self._outside_of_graphs(outputs, call)
 
     def _function(self, kind: str, method: str, model: nn.Module) -> Function:
         """Return the compiled function for a call; where a change is an error, each state has one of its own."""
@@ -347,11 +347,13 @@ class Runner:
             return outputs
         return pytree.tree_map(lambda t: t.float() if isinstance(t, Tensor) and t.dtype == self.low else t, outputs)
 
-    def _in_fields(self, outputs: Any, call: Call) -> Any:
-        """Give outputs in the fields of a dataclass their original dtypes, which is not done inside a graph."""
-        if isinstance(outputs, (Tensor, dict)) or not self.restores or call.does != "run":
+    def _outside_of_graphs(self, outputs: Any, call: Call) -> Any:
+        """Give outputs their original dtypes where no graph does: in fields of a dataclass, and between graphs."""
+        if not self.restores or call.does != "run":
             return outputs
-        if not any(map(dataclasses.is_dataclass, pytree.tree_leaves(outputs))):
+        between = any(entry.converted.broke for entry in self.entries)
+        fields = not isinstance(outputs, (Tensor, dict)) and any(map(is_dataclass, pytree.tree_leaves(outputs)))
+        if not between and not fields:
             return outputs
         return restored(outputs, self.low, {id(t) for t in pytree.tree_leaves((call.args, call.kwargs))})
 

@@ -319,3 +319,22 @@ def test_what_o2_casts_down_and_autocast_does_not_is_brought_into_range_once() -
     clamps = [n for n in rounded.graph.nodes if n.target is torch.ops.aten.clamp.default]
     assert [n.args[0].op for n in clamps] == ["placeholder"]  # the mask
     assert not [n for n in exact.graph.nodes if n.target is torch.ops.aten.clamp.default]
+
+
+def test_what_autocast_casts_down_after_a_move_is_not_brought_into_range() -> None:
+    class Moved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Parameter(torch.ones(1, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.matmul(x.reshape(-1, 1), self.one).reshape(x.shape).softmax(-1)
+
+    x = torch.randn(2, 3)
+    view = fxamp.convert(Moved(), (x,), policy="O2,dtype=bf16")
+    moves = [d.colour for d in fxamp.plan_of(view).decisions if d.op == "reshape"]
+    assert moves[0] == "bfloat16"  # the input is cast before it is moved
+    assert not [n for n in fxamp.graphs(view)[0].graph.nodes if n.target is torch.ops.aten.clamp.default]
+    x[0, 0] = -math.inf
+    assert view(x)[0, 0] == 0
+    assert view(torch.full((2, 3), -math.inf)).isnan().all()  # as in FP32, and under autocast

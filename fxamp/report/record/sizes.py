@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from passes._torch import FakeTensorMode, pytree, quiet_fakes, storage_id
 from passes.contract.errors import FxampError
 from passes.contract.policy import dtype_name
-from passes.graph.notes import is_inserted
+from passes.graph.notes import CLAMP_OPERAND, is_inserted, note_of
 from passes.graph.values import no_autocast
 
 from ...trust.preserved import same_random_state
@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 class Size:
     """The costs of one node, as its record has them, and the bytes of the tensors that it reads.
 
-    What a fused kernel, such as that of an LSTM, keeps internally for backward is not seen.
+    What a fused kernel, such as that of an LSTM, keeps internally for backward is not seen. On a CPU a layer norm of
+    low values with FP32 weights keeps FP32 statistics; those of its fake kernel, which are counted, are low.
     """
 
     dtypes: tuple[str, ...] = ()
@@ -91,21 +92,23 @@ class _Walk(Interpreter):
         self._mode, self._casts = mode, casts
         self.sizes: dict[Node, Size] = {}
         self.counter: Any = FlopCounterMode(display=False)
-        self._saved = 0  # bytes, by the node that runs
+        self._saved = 0  # bytes, by the node that runs, and by what was inserted before it
         self._alive: dict[int, Any] = {}  # the storages that were saved: the id of one that is freed is used again
 
     def run_node(self, n: Node) -> Any:
-        if not self._casts and is_inserted(n):
+        ours = is_inserted(n) or note_of(n).made_by == CLAMP_OPERAND
+        if not self._casts and ours:
             return self.env[n.all_input_nodes[0]]
-        before, self._saved = self.counter.get_total_flops(), 0
+        before = self.counter.get_total_flops()
         made = super().run_node(n)
         if n.op.startswith("call"):
             given, results = _tensors([self.env.get(o) for o in n.all_input_nodes]), _tensors(made)
             self.sizes[n] = Size(
                 tuple(dtype_name(t.dtype) for t in results), tuple(tuple(map(int, t.shape)) for t in results),
                 sum(t.nbytes for t in given), sum(t.nbytes for t in results),
-                self.counter.get_total_flops() - before, self._saved,
+                self.counter.get_total_flops() - before, 0 if ours else self._saved,
             )  # fmt: skip
+            self._saved = self._saved if ours else 0
         return made
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:

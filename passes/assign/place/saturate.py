@@ -64,15 +64,11 @@ def _rounded_by_autocast(simulation: Simulation) -> set[tuple[Node, Position]]:
     operands: set[tuple[Node, Position]] = set()
     if reference is None:
         return operands
-    moved: set[Node] = set()  # low values of which every read is one that autocast casts down
     for node in reversed(simulation.graph.nodes):
         casts = reference.colours[node].operand_dtypes if node in reference.colours else {}
-        for o in ops.operands(node):
-            if casts.get(o.place) in LOW_DTYPES or node in moved:
-                operands.add((node, o.place))
         reads = {(reader, o.place) for reader in node.users for o in ops.operands(reader) if o.node is node}
-        if row_of(node).commutes and reads and reads <= operands:
-            moved.add(node)
+        moved = row_of(node).commutes != "" and reads <= operands and {*node.users} == {reader for reader, _ in reads}
+        operands |= {(node, o.place) for o in ops.operands(node) if moved or casts.get(o.place) in LOW_DTYPES}
     return operands
 
 

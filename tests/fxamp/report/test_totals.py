@@ -218,3 +218,15 @@ def test_a_view_that_was_not_called_has_no_report() -> None:
     view = fxamp.compile(Modes(), policy="O1,dtype=bf16", backend="eager")
     with pytest.raises(fxamp.CaptureError, match="not"):
         fxamp.report(view)
+
+
+def test_what_is_kept_to_bring_a_value_into_range_is_counted_with_its_reader() -> None:
+    pytest.importorskip("transformers")
+    entry = next(e for e in ZOO if e.name == "hf_bert")
+    model, (args, kwargs) = entry.build().train(), entry.inputs(4)
+    view = fxamp.convert(model, args, kwargs, policy="O2,dtype=bf16")
+    (graph,) = fxamp.graphs(view)
+    assert graph.graph.find_nodes(op="call_function", target=torch.ops.aten.clamp.default)
+    totals = fxamp.report(view).record.states[0].totals
+    assert totals.saved_bytes == pytest.approx(saved_bytes(lambda: view(*args, **kwargs).logits), rel=0.01)
+    assert totals.saved_bytes_fp32 == pytest.approx(saved_bytes(lambda: model(*args, **kwargs).logits), rel=0.01)

@@ -229,6 +229,29 @@ def test_outputs_have_the_dtypes_of_the_model_in_its_containers() -> None:
     assert isinstance(got, Output)
 
 
+def test_what_code_between_graphs_returns_has_the_dtype_of_the_model() -> None:
+    def sparse(self: Two, x: Tensor) -> Any:  # Dynamo captures no conversion to a sparse tensor
+        h = self.l(x)
+        return h.to_sparse(), {"own": x.bfloat16().to_sparse(), "h": h}
+
+    model, x = Two(sparse), example()
+    module = compiled(model, "O1,dtype=fp16")
+    got, plain = module(x), model(x)
+    assert any("graph break" in note for note in fxamp.plan_of(module).notes)
+    assert [got[0].dtype, got[1]["own"].dtype, got[1]["h"].dtype] == [F32, BF16, F32]
+    assert plain[1]["own"].dtype == BF16
+    with torch.autocast("cpu", FP16):
+        assert torch.equal(got[0].to_dense(), model(x)[1]["h"].float())
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_complex_numbers_of_16_bits_leave_as_they_are_in_the_model(level: str) -> None:
+    model, x = Two(lambda self, x: (torch.complex(x, x), self.l(x.float()))), example().half()
+    got, plain = compiled(model, f"{level},dtype=fp16")(x), model(x)
+    assert [t.dtype for t in got] == [t.dtype for t in plain] == [torch.complex32, F32]
+    assert torch.equal(torch.view_as_real(got[0]), torch.view_as_real(plain[0]))
+
+
 def test_low_outputs_stay_low_where_the_policy_says_so() -> None:
     assert compiled(Two(broken), "O1,output_dtype=low")(example()).dtype == BF16
 
