@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxamp
+from fxamp.trust.error.runs import Ran, Subject
+from fxamp.trust.given_step import given_step
 from reports.zoo import BY_NAME
 
 CE = nn.functional.cross_entropy
@@ -110,6 +112,49 @@ def test_random_numbers_are_the_same_on_both_sides() -> None:
     predicted, measured = fxamp.estimate_error(model, **given), fxamp.verify(model, **given)  # type: ignore[arg-type]
     assert measured["O1"].gradient < 0.05
     assert predicted["O1"].gradient == pytest.approx(measured["O1"].gradient, rel=0.5)
+
+
+class Sized(nn.Module):
+    """A net whose gradients have a size of their own."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return CE(self.net(x), x[:, 0].gt(0).long()) * self.factor
+
+
+@pytest.mark.parametrize("factor", [1e-7, 1.0, 1e3], ids=["below FP16's least number", "one", "too large to scale"])
+def test_gradients_in_fp16_are_predicted_with_a_scaled_loss_as_they_are_measured(factor: float) -> None:
+    batches = [torch.randn(16, 32) for _ in range(4)]
+    policies = ("O1,dtype=fp16", "O2,dtype=fp16")
+    model = Sized(factor)
+    predicted = fxamp.estimate_error(model, batches=batches, policies=policies)
+    measured = fxamp.verify(model, batches=batches, policies=policies)
+    for policy in policies:
+        assert measured[policy].gradient < 3e-3
+        assert predicted[policy].gradient == pytest.approx(measured[policy].gradient, rel=0.5)
+        assert predicted[policy].per_parameter == pytest.approx(measured[policy].per_parameter, rel=0.5)
+
+
+def test_a_scale_is_halved_until_gradients_are_finite_and_changes_nothing_else() -> None:
+    batch = (torch.randn(16, 32), None)
+    subject = Subject(given_step(Sized(8.0), batches=[batch]))
+    kept: list[Ran] = [subject.emulated("O1,dtype=fp16", batch, lambda _, t: t, scale=s) for s in (1.0, 2.0**16)]
+    assert all(torch.equal(kept[0].gradients[n], kept[1].gradients[n]) for n in kept[0].gradients)
+    assert subject.scale("O1,dtype=fp16") == 2.0**16
+    assert subject.scale("O1,dtype=bf16") == subject.scale("FP32") == 1.0
+    tried: list[float] = []
+
+    def run(scale: float) -> Ran:
+        tried.append(scale)
+        return Ran(1.0, {"w": torch.tensor(float("inf") if scale > 2.0**14 else 1.0)}, None)
+
+    for _ in range(2):
+        subject.scaled("O1,dtype=fp16", run)
+    assert tried == [2.0**16, 2.0**15, 2.0**14, 2.0**14]  # the next batch begins where this one ended
 
 
 class Odd(nn.Module):
