@@ -15,7 +15,7 @@ from .emulation import Decides, Site
 from .report import PREDICTED, ErrorReport, Errors, NodeError, Tally, degenerate, living, squared
 from .rounding import Rounded
 from .runs import POLICIES, Ran, Subject, policies_of, refuse_infinite
-from .variances import Moved, Unrounded
+from .variances import Moved, Unrounded, coherent
 
 
 def estimate_error(
@@ -103,10 +103,11 @@ class _Estimate:
     def errors(self, name: str) -> Errors:
         """Return what is predicted of a policy."""
         moved, count = self._plain.moved(name), len(self.losses)
-        square = sum(m.square for m in moved) + (2.0**-24 * sum(self.losses) / count) ** 2
+        square = sum(m.square for m in moved) + coherent(moved) + (2.0**-24 * sum(self.losses) / count) ** 2
         flips = {key: value / count for key, value in self._flips[name].items() if value > 1e-3}
+        swamped = {m.site.key: m.swamped for m in moved if m.swamped > 0.5}
         return self._tallies[name].errors(
-            name, self.norms, loss=square**0.5, increase=square / 2, nodes=_nodes(moved), flips=flips
+            name, self.norms, loss=square**0.5, increase=square / 2, nodes=_nodes(moved), flips=flips, swamped=swamped
         )
 
     def _probe(self, name: str, batch: Batch, choices: Sequence[tuple[str, Tensor]]) -> Ran:
