@@ -227,7 +227,8 @@ class _Mixed:
             mine, other = self._dtype(source, self._fits), self._dtype(reader, self._fits)
             if source not in self.low:
                 return value
-            return rounded(value, other, self._generator, forward=reader in self.low and mine != other)
+            value = rounded(value, mine, self._generator, forward=False)
+            return rounded(value, other, self._generator) if reader in self.low and mine != other else value
 
         return self._subject.emulated(name, batch, at, read=read, scale=scale)
 
@@ -300,8 +301,9 @@ def jobs() -> list[tuple[str, Callable[[], list[Row]]]]:
         if at % 2 == 1 and at // 2 < len(tunes):
             who, times = tunes[at // 2]
             listed.append((f"tune {times} {who}", partial(_tuning, who, times)))
-        if at < len(CURVES):
-            listed.append((f"three {CURVES[at]}", partial(three, CURVES[at])))
+        if at < TUNED + len(CURVES):
+            who = (*CURVES, *order)[at]
+            listed.append((f"three {who}", partial(three, who)))
         if at % 2 == 0 and at // 2 < FIXED:
             listed.append((f"tune 0.02 {order[at // 2]}", partial(_tuning, order[at // 2], None)))
         if at % 12 == 11 and at // 12 < len(TRAINED):

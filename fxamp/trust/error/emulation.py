@@ -200,7 +200,8 @@ class Emulation(Interpreter):
         for o in n.all_input_nodes:
             value = self.env[o]
             if _is_fp32(value) and id(value) not in made and not self._sites.is_written(o):
-                made[id(value)] = read(reader, self._sites.source(o), value)
+                seen = read(reader, self._sites.source(o), value)
+                made[id(value)] = seen if _is_float(n.meta.get("val")) else seen.detach()  # which gets no gradient
         return pytree.tree_map(lambda v: made.get(id(v), v), (args, kwargs))
 
     def _is_shared(self, node: Node) -> bool:
