@@ -22,7 +22,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -365,18 +365,18 @@ def median_of_others(rows: Sequence[Row], what: str) -> list[float]:
     return found
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Return the shares of predictions and of both baselines."""
+def table(rows: Sequence[Row], routers: Collection[str] = ()) -> str:
+    """Return the shares of predictions and of both baselines; `routers` are models with routers beside those seen."""
     losses = [r for r in rows if not at_floor(r)]
-    smooth = [r for r in losses if not r["flips"]]
+    smooth = [r for r in rows if r["model"] not in {*routers, *(r["model"] for r in rows if r["flips"])}]
     listed = [
         ["loss", *shares(ratios(losses, "loss"))],
-        ["loss, without routers", *shares(ratios(smooth, "loss"))],
+        ["loss, without routers", *shares(ratios([r for r in smooth if not at_floor(r)], "loss"))],
         ["loss: one converted run", *shares(ratios(losses, "loss", 2))],
         ["loss: median of other models", *shares(median_of_others(losses, "loss"))],
         ["gradient, same batches", *shares(ratios(rows, "same"))],
         ["gradient, other batches", *shares(ratios(rows, "gradient"))],
-        ["gradient, other batches, without routers", *shares(ratios([r for r in rows if not r["flips"]], "gradient"))],
+        ["gradient, other batches, without routers", *shares(ratios(smooth, "gradient"))],
         ["gradient: one converted run", *shares(ratios(rows, "gradient", 2))],
         ["gradient: median of other models", *shares(median_of_others(rows, "gradient"))],
         ["each parameter, same batches", *shares([_ratio(*pair) for row in rows for pair in row["parameters"]])],
@@ -418,6 +418,7 @@ def write(data: Mapping[str, Any]) -> None:
     fp16, trained = [r for r in rows if r["dtype"] == "fp16"], [r for r in rows if r["trained"]]
     tunes = [row for key, found in data["rows"].items() if key.startswith("tune") for row in found]
     mixed = [row for key, found in data["rows"].items() if key.startswith("three") for row in found]
+    routers = sorted({r["model"] for r in rows if r["flips"]})
     floor = sorted({f"{r['model']} {r['level']}" for r in plain if at_floor(r)})
     references = sorted({r["model"] for r in plain if r["reference"] != "float64"})
     parts = [
@@ -428,12 +429,13 @@ def write(data: Mapping[str, Any]) -> None:
         f"## BF16: {len({r['model'] for r in plain})} models", table(plain), beside_one_run(plain),
         "![Predicted and measured errors](error.svg)",
         f"At the floor of FP32, left out of the rows on the loss: {', '.join(floor) or 'none'}. Measured against FP32, "
-        f"since float64 does not run: {', '.join(references) or 'none'}. Not run, for an error: "
-        f"{'; '.join(f'{k} ({v[:80]})' for k, v in data['errors'].items()) or 'none'}.",
+        f"since float64 does not run: {', '.join(references) or 'none'}. With routers, whose choices flip: "
+        f"{', '.join(routers) or 'none'}. Not run, for an error: "
+        f"{'; '.join(f'{k} ({v.splitlines()[0][:120]})' for k, v in data['errors'].items()) or 'none'}.",
         "Furthest off:", worst(plain),
         f"Of a BERT of 4 layers of width 256 a prediction of all four policies takes the CPU time of "
         f"{steps.get('loss')} forwards and backwards in FP32 a batch, with gradients {steps.get('with gradients')}.",
-        f"## FP16: {len({r['model'] for r in fp16})} models", table(fp16),
+        f"## FP16: {len({r['model'] for r in fp16})} models", table(fp16, routers),
         "## After 60 steps of training, beside the same models before", _trained(trained, plain),
         "## Tuned at the error of autocast", _tuned([t for t in tunes if t["times"] == 1.0]),
         "## Tuned at an error of 0.02", _fixed([t for t in tunes if t["times"] is None]),
@@ -549,14 +551,20 @@ def _three(rows: Sequence[Row]) -> str:
     ]  # fmt: skip
     head = ("model", "16-bit nodes in FP16", "loss scale", "O1: casts forward", "FP16 and BF16: casts",
             "O1 in BF16: error", "O1 in FP16: error", "FP16 and BF16: error")  # fmt: skip
-    better = [r for r in rows if r["per_parameter"][2] <= r["per_parameter"][0] * 2 / 3]
+    finite = [r for r in rows if math.isfinite(r["per_parameter"][2])]
+    better = [r for r in finite if r["per_parameter"][2] <= r["per_parameter"][0] * 2 / 3]
     kept = [r for r in better if r["mixed_casts"] <= r["casts"]]
-    beyond = [r for r in rows if r["per_parameter"][2] < r["per_parameter"][1] * 2 / 3]
+    beyond = [r for r in finite if r["per_parameter"][2] < r["per_parameter"][1] * 2 / 3]
+    whole = [r for r in rows if r["fits"] == r["low"]]
+    more = [r for r in rows if r["fits"] < r["low"] and r["mixed_casts"] > r["casts"]]
     said = (
         "Errors are predicted, per parameter, by roundings at random; a node is FP16 if its values fit, proved or "
-        "calibrated, and its gradients with the loss scale. A third less error than O1 in BF16: on "
-        f"{len(better)} of {len(rows)}; at no more casts too: on {len(kept)}; a third less than O1 in FP16: on "
-        f"{len(beyond)}."
+        f"calibrated, and its gradients do with the loss scale. Of {len(rows)} models, {len(better)} have a third less "
+        f"error than O1 in BF16, {len(kept)} of these at no more casts. But {len(whole)} need BF16 nowhere, and are O1 "
+        f"in FP16; of the others {len(more)} of {len(rows) - len(whole)} cast more, and {len(rows) - len(finite)} "
+        "overflow, where what is BF16, for its range, is read in FP16. A third less error than O1 in FP16 has "
+        f"{len(beyond)}. So these dtypes are not mixed: `dtype=fp16` with `calibrate` has the same error, and keeps in "
+        "FP32 what does not fit."
     )
     return f"{tabulate(cells, head, 'pipe', disable_numparse=True)}\n\n{said}"
 

@@ -15,9 +15,9 @@ of g * -u over lost updates, is added over all sums of a graph before it is squa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
 from typing import Any
 
 import torch
@@ -246,10 +246,9 @@ class Sums:
         """Return by place V, S, L, and how many updates are lost, of how many; read from the device once."""
         sums = self._found.get(low, {})
         read = torch.stack(tuple(sums.values())).tolist() if sums else []
+        made = zip(sums, read, strict=True)
         # S is not a number where a value that moves nothing leaves the range.
-        return {
-            place: (v, *(s if isfinite(s) else 0.0 for s in more)) for place, (v, *more) in zip(sums, read, strict=True)
-        }
+        return {place: (v, *(s if math.isfinite(s) else 0.0 for s in more)) for place, (v, *more) in made}
 
 
 def coherent(moved: Sequence[Moved]) -> float:
