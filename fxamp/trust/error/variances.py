@@ -253,10 +253,9 @@ class Sums:
 
 def coherent(moved: Sequence[Moved]) -> float:
     """Return the mean square, over batches, by which lost updates move the loss beyond what they would as noise."""
-    squares = [
-        max(sum(lost) ** 2 - sum(e * e for e in lost), 0.0) for lost in zip(*(m.lost for m in moved), strict=True)
-    ]
-    return sum(squares) / max(len(squares), 1)
+    batches: list[tuple[float, ...]] = list(zip(*(m.lost for m in moved), strict=True))
+    squares = [max(sum(lost) ** 2 - sum(e * e for e in lost), 0.0) for lost in batches]
+    return float(sum(squares)) / max(len(squares), 1)
 
 
 def _is_sum(site: Site) -> bool:
