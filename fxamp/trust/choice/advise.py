@@ -257,7 +257,7 @@ def _times(subject: Subject, names: Sequence[str], batch: Batch) -> dict[str, tu
 
 def _step(subject: Subject, name: str, batch: Batch, scale: float = 1.0) -> Callable[[], None]:
     """Return a function that runs forward, loss and backward; gradients are dropped."""
-    model, region, _ = subject.how(name)
+    model, region = subject.how(name)
 
     def step() -> None:
         with region():
@@ -275,7 +275,7 @@ def _option(
     short: str, subject: Subject, name: str, batch: Batch, timed: tuple[float, float], errors: Errors,
     predicted: Errors | None,
 ) -> Option:  # fmt: skip
-    model, region, _ = subject.how(name)
+    model, region = subject.how(name)
 
     def forward() -> Tensor:
         with region():
@@ -294,7 +294,7 @@ def _skips(subject: Subject, name: str, batch: Batch) -> Iterator[float]:
     """Yield the loss scales at which a step in FP16 is skipped."""
     if name == FP32 or subject.policy(name).dtype != torch.float16:
         return
-    model, region, _ = subject.how(name)
+    model, region = subject.how(name)
     scale = _SCALE
     while scale >= _LEAST:
         with as_before(subject.model), torch.enable_grad():

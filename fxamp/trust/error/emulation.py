@@ -11,6 +11,7 @@ in backward the gradient of the scores.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -170,7 +171,7 @@ class Emulation(Interpreter):
             return pytree.tree_map(_wide, super().run_node(n))
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         args, kwargs = pytree.tree_map(_without_low, (args, kwargs))
-        if self._decides is not None and ops.name(n) in ("topk", "argmax") and _is_fp32(args[0]):
+        if self._decides is not None and _chooses(n) and _is_fp32(args[0]):
             count, dim = self._value(ops.argument(n, "k", 1)), self._value(ops.argument(n, "dim"))
             dim = -1 if dim is None and ops.name(n) == "topk" else dim
             self._decides(self._sites.keys[n], args[0].detach(), count, dim)
@@ -199,7 +200,8 @@ class Emulation(Interpreter):
         for o in n.all_input_nodes:
             value = self.env[o]
             if _is_fp32(value) and id(value) not in made and not self._sites.is_written(o):
-                made[id(value)] = read(reader, self._sites.source(o), value)
+                seen = read(reader, self._sites.source(o), value)
+                made[id(value)] = seen if _is_float(n.meta.get("val")) else seen.detach()  # which gets no gradient
         return pytree.tree_map(lambda v: made.get(id(v), v), (args, kwargs))
 
     def _is_shared(self, node: Node) -> bool:
@@ -319,6 +321,14 @@ _INSIDE = {
         _attention, ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     ),
 }
+
+
+def _chooses(node: Node) -> bool:
+    """Say whether an op selects the largest: top-k and argmax, and max where its indices are read."""
+    if ops.name(node) != "max":
+        return ops.name(node) in ("topk", "argmax")
+    read = [user for user in node.users if user.target is operator.getitem and user.args[1] == 1 and user.users]
+    return bool(read) and ops.argument(node, "dim") is not None
 
 
 def _is_ours(node: Node) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from .emulation import Decides, Site
 from .report import PREDICTED, ErrorReport, Errors, NodeError, Tally, degenerate, living, squared
 from .rounding import Rounded
 from .runs import POLICIES, Ran, Subject, policies_of, refuse_infinite
-from .variances import Moved, Unrounded
+from .variances import Moved, Unrounded, coherent
 
 
 def estimate_error(
@@ -27,7 +27,8 @@ def estimate_error(
     The error of the loss comes from a forward and backward that round nothing, and is the root of a sum over all values
     that are rounded: see `fxamp.trust.error.variances`. The error of the gradient comes from one more step a batch, in
     which all of these are rounded at random (stochastic rounding has twice the variance of rounding to nearest). Both
-    are RMS values, for these batches and these weights, to first order. Everything is as before afterwards.
+    are RMS values, for these batches and these weights, to first order. An FP16 loss is scaled in that step, as
+    `fxamp.LossScaler` does at first, by as much as stays finite. Everything is as before afterwards.
 
     Args:
         model_or_step: A module, a view, or a TrainStep, which brings its own loss.
@@ -102,16 +103,32 @@ class _Estimate:
     def errors(self, name: str) -> Errors:
         """Return what is predicted of a policy."""
         moved, count = self._plain.moved(name), len(self.losses)
-        square = sum(m.square for m in moved) + (2.0**-24 * sum(self.losses) / count) ** 2
+        square = sum(m.square for m in moved) + coherent(moved) + (2.0**-24 * sum(self.losses) / count) ** 2
         flips = {key: value / count for key, value in self._flips[name].items() if value > 1e-3}
+        swamped = {m.site.key: m.swamped for m in moved if m.swamped > 0.5}
         return self._tallies[name].errors(
-            name, self.norms, loss=square**0.5, increase=square / 2, nodes=_nodes(moved), flips=flips
+            name, self.norms, loss=square**0.5, increase=square / 2, nodes=_nodes(moved), flips=flips, swamped=swamped
         )
 
     def _probe(self, name: str, batch: Batch, choices: Sequence[tuple[str, Tensor]]) -> Ran:
         """Run a step that rounds at random, and count the choices that it would change."""
-        low, flips, before = self._subject.policy(name).dtype or torch.bfloat16, self._flips[name], iter(choices)
-        generator = self._generator.manual_seed(len(self.losses))
+        changed: dict[str, float] = {}
+
+        def run(scale: float) -> Ran:
+            changed.clear()
+            return self._rounded(name, batch, scale, iter(choices), changed)
+
+        ran, flips = self._subject.scaled(name, run), self._flips[name]
+        for key, count in changed.items():
+            flips[key] = flips.get(key, 0.0) + count
+        return ran
+
+    def _rounded(
+        self, name: str, batch: Batch, scale: float, before: Iterator[tuple[str, Tensor]], flips: dict[str, float]
+    ) -> Ran:
+        """Run a step that rounds at random; add to `flips` how many of the choices `before` it changes."""
+        low, generator = self._subject.policy(name).dtype or torch.bfloat16, self._generator
+        generator.manual_seed(len(self.losses))
 
         def at(site: Site, value: Tensor) -> Tensor:
             return rounded(value, low, generator, forward=site.part != "scores") if site.rounds else value
@@ -124,7 +141,7 @@ class _Estimate:
             if true is not None:
                 flips[key] = flips.get(key, 0.0) + _expected_flips(true, operand, count, dim)
 
-        return self._subject.emulated(name, batch, at, edge, decides=decides)
+        return self._subject.emulated(name, batch, at, edge, decides=decides, scale=scale)
 
 
 def _noted_in(choices: list[tuple[str, Tensor]]) -> Decides:

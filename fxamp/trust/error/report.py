@@ -60,6 +60,8 @@ class Errors:
         outputs: Measured: the relative distance of each float output.
         flips: Predicted: how many choices of each top-k or argmax a batch are expected to change, by key. They are
             beside the variance, never in it.
+        swamped: Predicted: the share of the updates of a sum that are lost, since they are below half an ulp of the low
+            value that they are added to, by key; of sums that lose most. Losses of many steps add up.
         casts: Measured: how many casts a step makes, forward and backward.
         cast_bytes: Measured: the bytes that these read and write.
     """
@@ -74,6 +76,7 @@ class Errors:
     values: Mapping[str, float] = field(default_factory=dict)
     outputs: tuple[float, ...] = ()
     flips: Mapping[str, float] = field(default_factory=dict)
+    swamped: Mapping[str, float] = field(default_factory=dict)
     casts: int | None = None
     cast_bytes: int | None = None
 
@@ -204,6 +207,8 @@ class ErrorReport:
             said.append(
                 f"{sum(errors.flips.values()):.2g} choices a batch are expected to change: {_some(errors.flips)}."
             )
+        if errors.swamped:
+            said.append(f"Most updates are lost, below half an ulp of what they are added to: {_some(errors.swamped)}.")
         if errors.biased:
             said.append(f"Not noise, since it has one sign over all batches: {_some([n.key for n in errors.biased])}.")
         if errors.flagged:

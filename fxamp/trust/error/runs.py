@@ -31,7 +31,7 @@ from .emulation import At, Decides, Edge, Emulation, GraphSites, Read, Site, Wat
 
 AUTOCAST, FP32 = "autocast", "FP32"
 POLICIES = (AUTOCAST, "O1", "O2", "O3")
-_SCALE = 2.0**16  # of an FP16 loss at first, as GradScaler's
+_SCALE = 2.0**16  # of an FP16 loss at first, as LossScaler's
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,7 @@ class Subject:
         self.parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self._sites: dict[int, tuple[GraphModule, GraphSites]] = {}
         self._written: set[int] | None = None  # the parameters that steps have written, by identity
+        self._scales: dict[str, float] = {}  # of the loss, that were found to fit
 
     def policy(self, name: str) -> Policy:
         """Return a policy with its dtype and device; that of autocast rounds what O1 rounds.
@@ -116,16 +117,37 @@ class Subject:
 
     def real(self, name: str, batch: Batch) -> Ran:
         """Run a step with the kernels of a policy, of autocast, or of FP32 (the model itself)."""
-        model, region, scale = self.how(name)
-        while True:
-            ran = self._step(model, batch, region, scale)
-            if scale <= 1 or all(bool(g.isfinite().all()) for g in ran.gradients.values()):
-                return ran
+        model, region = self.how(name)
+        return self.scaled(name, lambda scale: self._step(model, batch, region, scale))
+
+    def scaled(self, name: str, run: Callable[[float], Ran]) -> Ran:
+        """Run a step with the loss scale of a policy, which is halved until all gradients are finite.
+
+        As in training the next batch begins with the scale that this one needed. A scale is a power of two, so that
+        gradients are as if there were none, but for what would be rounded to zero.
+
+        Args:
+            name: of the policy; nothing but FP16 is scaled.
+            run: runs the step with a scale, on the same random numbers each time; its gradients are unscaled.
+        """
+        scale = first = self.scale(name)
+        ran = run(scale)
+        while scale > 1 and not _is_finite(ran):
             scale /= 2
+            ran = run(scale)
+        if scale < first and _is_finite(ran):
+            self._scales[name] = scale
+        return ran
+
+    def scale(self, name: str) -> float:
+        """Return the scale of a policy's loss: 65536 in FP16 until a step needs a smaller one, 1 in other dtypes."""
+        if name == FP32 or self.policy(name).dtype != torch.float16:
+            return 1.0
+        return self._scales.get(name, _SCALE)
 
     def casts(self, name: str, batch: Batch) -> tuple[int, int]:
         """Return how many casts a step with the real kernels makes, and the bytes that they read and write."""
-        model, region, _ = self.how(name)
+        model, region = self.how(name)
 
         def forward() -> Tensor:
             with region():
@@ -135,21 +157,22 @@ class Subject:
             counts = step_counts(forward)
         return counts.casts, counts.cast_bytes
 
-    def how(self, name: str) -> tuple[nn.Module, Callable[[], Any], float]:
-        """Return what runs under a name, the autocast region around it, and the scale of the loss."""
+    def how(self, name: str) -> tuple[nn.Module, Callable[[], Any]]:
+        """Return what runs under a name, and the autocast region around it."""
         if name == FP32:
-            return self.model, contextlib.nullcontext, 1.0
+            return self.model, contextlib.nullcontext
         low: Any = self.policy(name).dtype
-        scale = _SCALE if low == torch.float16 else 1.0
         if name.startswith(AUTOCAST):
-            return self.model, lambda: torch.autocast(self.device, dtype=low), scale
-        return self.view(name), contextlib.nullcontext, scale
+            return self.model, lambda: torch.autocast(self.device, dtype=low)
+        return self.view(name), contextlib.nullcontext
 
     def emulated(
         self, name: str, batch: Batch, at: At, edge: Edge | None = None, *, read: Read | None = None,
-        decides: Decides | None = None, everywhere: bool = False, backward: bool = True,
+        decides: Decides | None = None, everywhere: bool = False, backward: bool = True, scale: float = 1.0,
     ) -> Ran:  # fmt: skip
         """Run a step by the emitted graphs of a policy in FP32, without casts, and look at all sites.
+
+        With a `scale` of the loss, gradients are scaled where sites look at them, and those returned are not.
 
         Raises:
             CaptureError: no graph ran.
@@ -162,7 +185,7 @@ class Subject:
             return Emulation(graph, sites, at, edge, read, decides, everywhere).run(*args, enable_io_processing=False)
 
         with run_instead(run):
-            ran = self._step(self.view(name), batch, contextlib.nullcontext, backward=backward)
+            ran = self._step(self.view(name), batch, contextlib.nullcontext, scale, backward=backward)
         if not counted[0]:
             raise CaptureError(f"{type(self.model).__name__}: nothing of it was captured, so nothing can be predicted.")
         return replace(ran, output=None)
@@ -242,7 +265,7 @@ def policies_of(subject: Subject, policies: Sequence[str] | str | None) -> tuple
 
 def refuse_infinite(subject: Subject, ran: Ran, batch: Batch, number: int) -> None:
     """Raise PolicyError for a batch on which FP32 itself is not finite, and name the node."""
-    if math.isfinite(ran.loss) and all(bool(g.isfinite().all()) for g in ran.gradients.values()):
+    if math.isfinite(ran.loss) and _is_finite(ran):
         return
     found: list[Site] = []
 
@@ -255,6 +278,10 @@ def refuse_infinite(subject: Subject, ran: Ran, batch: Batch, number: int) -> No
         subject.emulated("O1", batch, at, backward=False)
     where = f"first at {found[0].key} ({found[0].line})" if found else "in its backward or in its loss"
     raise PolicyError(f"batch {number}: FP32 itself is not finite, {where}: nothing can be said of roundings on it.")
+
+
+def _is_finite(ran: Ran) -> bool:
+    return all(bool(g.isfinite().all()) for g in ran.gradients.values())
 
 
 def _is_fp32(value: Any) -> bool:

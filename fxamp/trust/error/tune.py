@@ -234,7 +234,7 @@ class Derivatives:
             with _moved(subject, direction, -step):
                 behind = self._pairs(batch)
             for place in ahead.keys() & behind.keys():
-                _add(losses, gradients, place, ahead[place], behind[place], step, self._low)
+                _add(losses, gradients, place, ahead[place], behind[place], step, self._low, subject.scale(unit))
         whole = [self._sum(unit, found) or 1.0 for found in (losses, gradients)]
         found = {key: _LOSS * losses[key] / whole[0] + _GRADIENT * gradients.get(key, 0.0) / whole[1] for key in losses}
         self.values = {key: v for key, v in found.items() if isinstance(key, str)}
@@ -318,14 +318,17 @@ class Derivatives:
 
 def _add(
     losses: dict[Any, float], gradients: dict[Any, float], place: Any, ahead: Pair, behind: Pair, step: float,
-    low: torch.dtype,
+    low: torch.dtype, scale: float,
 ) -> None:  # fmt: skip
-    """Add what one rounding moves the loss, and the gradients along the direction, by the two runs on either side."""
+    """Add what one rounding moves the loss, and the gradients along the direction, by the two runs on either side.
+
+    A gradient is rounded as it is with the scale of the loss.
+    """
     (t, g), (t0, g0) = ahead, behind
     if t.shape != t0.shape or g.shape != g0.shape:
         return  # a choice has changed a size
     value, gradient = (t + t0) / 2, (g + g0) / 2
-    forward, backward = ulp(value, low), ulp(gradient.contiguous(), low)
+    forward, backward = ulp(value, low), ulp(gradient.contiguous() * scale, low) / scale
     losses[place] = losses.get(place, 0.0) + float((gradient * forward).square().sum()) / 12
     moved = ((g - g0) * forward).square().sum() + ((t - t0) * backward).square().sum()
     gradients[place] = gradients.get(place, 0.0) + float(moved) / (12 * (2 * step) ** 2)

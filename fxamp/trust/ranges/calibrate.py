@@ -127,8 +127,8 @@ class _Ranges:
                 bound = applied(bound, parameter.detach().abs().max())
         return bound  # type: ignore[no-any-return]
 
-    def _look(self, key: str, backward: bool, t: Tensor) -> None:
-        if not t.numel():
+    def _look(self, key: str, backward: bool, t: Tensor | None) -> None:
+        if t is None or not t.numel():  # an author's own backward may leave a gradient out
             return
         # In the order of memory, so that a transposed value is not copied.
         t = t.detach().permute(sorted(range(t.dim()), key=t.stride, reverse=True)).reshape(-1)

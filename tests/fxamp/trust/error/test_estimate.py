@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxamp
+from fxamp.trust.error.runs import Ran, Subject
+from fxamp.trust.given_step import given_step
 from reports.zoo import BY_NAME
 
 CE = nn.functional.cross_entropy
@@ -67,25 +69,27 @@ def test_one_backward_a_batch_rounds_nothing_for_all_policies_and_one_rounds_for
 
 
 class Router(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, by: str) -> None:
         super().__init__()
-        self.gate, self.experts = nn.Linear(8, 4), nn.Parameter(torch.randn(4, 8, 5))
+        self.gate, self.experts, self.by = nn.Linear(8, 4), nn.Parameter(torch.randn(4, 8, 5)), by
 
     def forward(self, x: Tensor) -> Tensor:
-        weights, chosen = self.gate(x).topk(2, dim=-1)
+        scores = self.gate(x)
+        weights, chosen = scores.topk(1, dim=-1) if self.by == "topk" else scores.max(dim=-1, keepdim=True)
         out = (x[:, None, None] @ self.experts[chosen]).squeeze(2)
         return (out * weights.softmax(-1)[..., None]).sum(1)
 
 
-def test_choices_of_a_router_are_expected_to_flip_beside_the_variance() -> None:
+@pytest.mark.parametrize("by", ["topk", "max"])
+def test_choices_of_a_router_are_expected_to_flip_beside_the_variance(by: str) -> None:
     x, y = torch.randn(512, 8), torch.randint(5, (512,))
-    model = Router()
+    model = Router(by)
     found = fxamp.estimate_error(model, x, y, loss=CE, policies="O1")
     ((key, flips),) = found["O1"].flips.items()
-    assert key == "/topk#0"
+    assert key == f"/{by}#0"
     with torch.autocast("cpu", torch.bfloat16):
-        low = model.gate(x).topk(2).indices.sort().values
-    changed = int((low != model.gate(x).topk(2).indices.sort().values).any(-1).sum())
+        low = model.gate(x).argmax(-1)
+    changed = int((low != model.gate(x).argmax(-1)).sum())
     assert changed / 4 <= flips <= changed * 4 + 2
 
 
@@ -110,6 +114,74 @@ def test_random_numbers_are_the_same_on_both_sides() -> None:
     predicted, measured = fxamp.estimate_error(model, **given), fxamp.verify(model, **given)  # type: ignore[arg-type]
     assert measured["O1"].gradient < 0.05
     assert predicted["O1"].gradient == pytest.approx(measured["O1"].gradient, rel=0.5)
+
+
+class Sized(nn.Module):
+    """A net whose gradients have a size of their own."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return CE(self.net(x), x[:, 0].gt(0).long()) * self.factor
+
+
+@pytest.mark.parametrize("factor", [1e-7, 1.0, 1e3], ids=["below FP16's least number", "one", "too large to scale"])
+def test_gradients_in_fp16_are_predicted_with_a_scaled_loss_as_they_are_measured(factor: float) -> None:
+    batches = [torch.randn(16, 32) for _ in range(4)]
+    policies = ("O1,dtype=fp16", "O2,dtype=fp16")
+    model = Sized(factor)
+    predicted = fxamp.estimate_error(model, batches=batches, policies=policies)
+    measured = fxamp.verify(model, batches=batches, policies=policies)
+    for policy in policies:
+        assert measured[policy].gradient < 3e-3
+        assert predicted[policy].gradient == pytest.approx(measured[policy].gradient, rel=0.5)
+        assert predicted[policy].per_parameter == pytest.approx(measured[policy].per_parameter, rel=0.5)
+
+
+def test_a_scale_is_halved_until_gradients_are_finite_and_changes_nothing_else() -> None:
+    batch = (torch.randn(16, 32), None)
+    subject = Subject(given_step(Sized(8.0), batches=[batch]))
+    kept: list[Ran] = [subject.emulated("O1,dtype=fp16", batch, lambda _, t: t, scale=s) for s in (1.0, 2.0**16)]
+    assert all(torch.equal(kept[0].gradients[n], kept[1].gradients[n]) for n in kept[0].gradients)
+    assert subject.scale("O1,dtype=fp16") == 2.0**16
+    assert subject.scale("O1,dtype=bf16") == subject.scale("FP32") == 1.0
+    tried: list[float] = []
+
+    def run(scale: float) -> Ran:
+        tried.append(scale)
+        return Ran(1.0, {"w": torch.tensor(float("inf") if scale > 2.0**14 else 1.0)}, None)
+
+    for _ in range(2):
+        subject.scaled("O1,dtype=fp16", run)
+    assert tried == [2.0**16, 2.0**15, 2.0**14, 2.0**14]  # the next batch begins where this one ended
+
+
+class Euler(nn.Module):
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.rate, self.steps = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)), steps
+
+    def forward(self, h: Tensor) -> Tensor:
+        for _ in range(self.steps):
+            h = h + self.rate(h) / self.steps
+        return h.square().mean()
+
+
+def test_small_updates_of_a_large_low_state_are_lost_all_alike() -> None:
+    model, given = Euler(200), {"batches": [torch.randn(8, 16) + 2], "policies": ("autocast", "O2")}
+    predicted = fxamp.estimate_error(model, gradients=False, **given)  # type: ignore[arg-type]
+    measured = fxamp.verify(model, **given)  # type: ignore[arg-type]
+    assert measured["O2"].loss > 50 * measured["autocast"].loss  # which keeps the state in FP32
+    assert predicted["O2"].loss == pytest.approx(measured["O2"].loss, rel=0.5)
+    assert predicted["autocast"].loss < predicted["O2"].loss / 20
+    assert len(predicted["O2"].swamped) == 200
+    assert predicted["autocast"].swamped == {}
+    assert "Most updates are lost" in str(predicted)
+    coarse = fxamp.estimate_error(Euler(4), gradients=False, **given)  # type: ignore[arg-type]
+    assert coarse["O2"].swamped == {}
 
 
 class Odd(nn.Module):

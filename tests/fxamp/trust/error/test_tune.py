@@ -11,6 +11,9 @@ import torch
 from torch import nn
 
 import fxamp
+from fxamp.trust.error.runs import Subject
+from fxamp.trust.error.tune import Derivatives
+from fxamp.trust.given_step import given_step
 from passes.contract.plan import CERTIFICATE
 from reports.zoo import BY_NAME
 
@@ -79,3 +82,23 @@ def test_plans_without_a_certificate_still_load() -> None:
     data = json.loads(plan.to_json())
     assert data.pop("certificate") == {}
     assert fxamp.Plan.from_json(json.dumps(data)) == plan
+
+
+class Counts(nn.Module):
+    """Reads a float value for integers, as experts count their tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 32), nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        counts = torch.histc(x[:, 0].detach(), bins=4, min=-2, max=2)
+        ends = counts.cumsum(0, dtype=torch.int32)
+        out: torch.Tensor = self.b(torch.relu(self.a(x)) * ends[-1])
+        return out
+
+
+def test_values_that_are_read_for_integers_need_no_gradient() -> None:
+    charged = Derivatives(Subject(given_step(Counts(), X, Y, loss=CE)), "O2", "O1")
+    assert charged.predicted("O1") == pytest.approx(1)
+    assert charged.values["b/linear#0"] > 0

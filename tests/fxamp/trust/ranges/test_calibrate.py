@@ -188,3 +188,31 @@ def test_a_real_model_is_as_before_and_a_batch_that_is_not_finite_is_counted() -
     assert bad.values["/linear#0"].not_finite == 2  # the value, and the cast of the input
     assert bad.values["/linear#0"].largest is None
     assert fxamp.Calibration.from_json(bad.to_json()) == bad
+
+
+class _Halves(torch.autograd.Function):
+    """Leaves one of its gradients out."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        return a + b
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class LeavesOut(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(_Halves.apply(self.a(x), self.b(x))).mean()  # type: ignore[no-untyped-call]
+        return out
+
+
+def test_a_backward_may_leave_a_gradient_out() -> None:
+    found = fxamp.calibrate(LeavesOut(), torch.randn(4, 8))
+    assert "a/linear#0" in found.gradients
+    assert all(held.not_finite == 0 for held in found.gradients.values())
