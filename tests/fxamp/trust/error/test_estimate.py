@@ -171,7 +171,7 @@ class Euler(nn.Module):
 
 
 def test_small_updates_of_a_large_low_state_are_lost_all_alike() -> None:
-    model, given = Euler(200), {"batches": [torch.randn(8, 16) + 2], "policies": ("autocast", "O2")}
+    model, given = Euler(200), {"batches": [torch.randn(8, 16) + 2 for _ in range(2)], "policies": ("autocast", "O2")}
     predicted = fxamp.estimate_error(model, gradients=False, **given)  # type: ignore[arg-type]
     measured = fxamp.verify(model, **given)  # type: ignore[arg-type]
     assert measured["O2"].loss > 50 * measured["autocast"].loss  # which keeps the state in FP32
