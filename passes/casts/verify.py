@@ -95,7 +95,7 @@ def _dtypes(node: Node, operands: Dtypes, assignment: Assignment) -> ValueDtype:
     region = colouring is not None and colouring.kind != KEEP and note_of(node).region is not None
     as_captured = not region and all(operands[n] == assignment.original.get(n) for n in sources)
     before = assignment.original.get(node)
-    unknown = before is None and colouring is not None  # capture tells no value of `requires_grad_`
+    unknown = before is None and assignment.dtypes.get(node) is not None  # capture tells no value of `requires_grad_`
     if as_captured and not unknown and not _is_touched(node, assignment):
         return before
     try:

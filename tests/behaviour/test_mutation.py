@@ -299,3 +299,12 @@ def test_a_value_made_to_require_grad_keeps_its_dtype(front_end: str, name: str,
         return self.m(y[:, :3].repeat(1, 2))
 
     assert_at_all_levels(Two(forward), one(), front_end, name, low)
+
+
+@each_low("view")
+def test_a_layer_put_in_its_own_place_is_followed(front_end: str, name: str, low: torch.dtype) -> None:
+    def forward(self: Any, x: Tensor) -> Any:
+        self.m = self.m.to(torch.float32)  # assigns `.data`, for which Dynamo adds a function that nobody reads
+        return self.m(self.l(x))
+
+    assert_at_all_levels(Two(forward), one(), front_end, name, low)
