@@ -191,8 +191,13 @@ def three(name: str) -> list[Row]:
     errors = tally.errors("fp16+bf16", norms)
     listed = (known[o1], known[fp16], errors)
     return [{"model": name, "low": len(mixed.low), "fits": len(mixed.low & fits), "casts": mixed.casts(set()),
-             "mixed_casts": mixed.casts(fits), "scale": scale, "gradient": [e.gradient for e in listed],
-             "per_parameter": [e.per_parameter for e in listed]}]  # fmt: skip
+             "mixed_casts": mixed.casts(fits), "scale": scale, "gradient": [_finite(e.gradient) for e in listed],
+             "per_parameter": [_finite(e.per_parameter) for e in listed]}]  # fmt: skip
+
+
+def _finite(error: float | None) -> float | None:
+    """Return an error as JSON holds it, None where it is not finite."""
+    return error if error is not None and math.isfinite(error) else None
 
 
 class _Mixed:
@@ -327,7 +332,7 @@ def run(minutes: float, only: str = "") -> dict[str, Any]:
             data["rows"][key] = job()
         except Exception as error:
             data["errors"][key] = f"{type(error).__name__}: {error}"[:300]
-        file.write_text(json.dumps(data, indent=1) + "\n")
+        file.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n")
     return data
 
 
@@ -546,12 +551,12 @@ def _fixed(rows: Sequence[Row]) -> str:
 def _three(rows: Sequence[Row]) -> str:
     cells = [
         (r["model"], f"{r['fits']} of {r['low']}", f"{r['scale']:g}", r["casts"], r["mixed_casts"],
-         *(f"{e:.2e}" for e in r["per_parameter"]))
+         *("not finite" if e is None else f"{e:.2e}" for e in r["per_parameter"]))
         for r in rows
     ]  # fmt: skip
     head = ("model", "16-bit nodes in FP16", "loss scale", "O1: casts forward", "FP16 and BF16: casts",
             "O1 in BF16: error", "O1 in FP16: error", "FP16 and BF16: error")  # fmt: skip
-    finite = [r for r in rows if math.isfinite(r["per_parameter"][2])]
+    finite = [r for r in rows if r["per_parameter"][2] is not None]
     better = [r for r in finite if r["per_parameter"][2] <= r["per_parameter"][0] * 2 / 3]
     kept = [r for r in better if r["mixed_casts"] <= r["casts"]]
     beyond = [r for r in finite if r["per_parameter"][2] < r["per_parameter"][1] * 2 / 3]
@@ -563,8 +568,8 @@ def _three(rows: Sequence[Row]) -> str:
         f"error than O1 in BF16, {len(kept)} of these at no more casts. But {len(whole)} need BF16 nowhere, and are O1 "
         f"in FP16; of the others {len(more)} of {len(rows) - len(whole)} cast more, and {len(rows) - len(finite)} "
         "overflow, where what is BF16, for its range, is read in FP16. A third less error than O1 in FP16 has "
-        f"{len(beyond)}. So these dtypes are not mixed: `dtype=fp16` with `calibrate` has the same error, and keeps in "
-        "FP32 what does not fit."
+        f"{len(beyond)}. So these dtypes are not mixed: where all fits, `dtype=fp16` alone has such errors, and what "
+        "does not fit `calibrate` keeps in FP32."
     )
     return f"{tabulate(cells, head, 'pipe', disable_numparse=True)}\n\n{said}"
 
