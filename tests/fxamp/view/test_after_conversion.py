@@ -324,7 +324,16 @@ AGAIN: dict[str, Callable[[Any], Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("how", "policy"), in_turns(AGAIN, [OTHER, BF16]))
+MADE_OF_OTHERS = ("twice", "in a list")
+
+
+@pytest.mark.parametrize(
+    ("how", "policy"),
+    [
+        *in_turns([how for how in AGAIN if how not in MADE_OF_OTHERS], [OTHER, BF16]),
+        *(pytest.param(how, policy, marks=pytest.mark.matrix) for how in MADE_OF_OTHERS for policy in (OTHER, BF16)),
+    ],
+)
 def test_a_copy_is_a_view_of_a_copy_and_shares_nothing(how: str, policy: str) -> None:
     model = Net()
     view = fxamp.convert(model, (example(),), policy=policy)
