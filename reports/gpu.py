@@ -94,6 +94,8 @@ class Subject:
         )
         with torch.device(DEVICE):
             model = getattr(transformers, self.family + self.task)(config)
+            if small and not model.loss_type:  # without one it warns, which breaks the graph: that takes long
+                model.loss_type = "ForCausalLM"
             if self.tokens:
                 ids = torch.randint(1, config.vocab_size, (batch, 8 if small else self.tokens))
                 return model.train(), {"input_ids": ids, "labels": ids}

@@ -132,8 +132,8 @@ class _Attends(nn.Module):
     [
         ("compile", {}, False, True, "fastpath"),
         ("compile", {}, True, True, "low"),
-        ("compile", {}, False, False, "low"),
-        ("compile", {"add_bias_kv": True}, False, True, "low"),
+        pytest.param("compile", {}, False, False, "low", marks=pytest.mark.matrix),
+        pytest.param("compile", {"add_bias_kv": True}, False, True, "low", marks=pytest.mark.matrix),
         ("convert", {}, False, True, "fastpath"),
         ("convert", {}, False, False, "low"),
         ("convert", {"add_bias_kv": True}, False, True, "low"),

@@ -51,7 +51,7 @@ CACHED = pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functoo
     "name",
     [
         *(pytest.param(name, marks=pytest.mark.matrix if name[:3] in ("GPT", "ViT") else ()) for name in MODELS),
-        pytest.param("WavLMForSequenceClassification", marks=CACHED),
+        pytest.param("WavLMForSequenceClassification", marks=[CACHED, pytest.mark.matrix]),
     ],
 )
 def test_outputs_and_gradients_are_autocasts(name: str) -> None:

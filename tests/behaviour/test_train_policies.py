@@ -117,7 +117,7 @@ def test_with_and_without_gradients_log_probabilities_are_the_same_to_the_bit(wa
     ("way", "weights"),
     [
         ("ahead of time", "per_step"),
-        ("backend", "auto"),
+        pytest.param("backend", "auto", marks=pytest.mark.matrix),
         pytest.param("ahead of time", "per_use", marks=pytest.mark.matrix),
     ],
 )

@@ -141,6 +141,7 @@ def test_a_no_grad_block_in_the_training_step_changes_nothing() -> None:
     assert_equal(ours, fitted(precision="bf16-mixed", no_grad=True))
 
 
+@pytest.mark.matrix  # by FxampPrecision: test_a_no_grad_block_in_the_training_step_changes_nothing
 def test_views_put_there_by_hand_are_right_with_a_no_grad_block_too() -> None:
     """The way without the plugin, with Lightning's own autocast round it or without."""
 

@@ -19,6 +19,7 @@ from fxamp.measure.counts import _Counter
 from fxamp.train.step import TrainStep
 from fxamp.view.view import runner_of
 from passes.contract.errors import PolicyError
+from tests.support.helpers import in_turns
 from tests.support.training import BF16, FP16, Net, X, converted, equal, loss_times, sgd, state
 
 TOKENS = (1, 7, 3, 5)
@@ -151,8 +152,7 @@ def ragged() -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(n, 6, generator=generator), torch.randint(2, (n,), generator=generator)) for n in TOKENS]
 
 
-@pytest.mark.parametrize("as_tensor", [False, True])
-@pytest.mark.parametrize("policy", ["O0", BF16])
+@pytest.mark.parametrize(("policy", "as_tensor"), in_turns(["O0", BF16], [False, True]))
 def test_the_gradient_of_unequal_micro_batches_is_that_of_all_together(policy: str, as_tensor: bool) -> None:
     model, whole = converted(policy), converted(policy)
     seen: list[Tensor] = []

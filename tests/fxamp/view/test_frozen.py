@@ -16,6 +16,7 @@ import fxamp
 from fxamp.measure.counts import _Counter
 from fxamp.view.view import runner_of
 from reports.zoo import LeNet5
+from tests.support.helpers import in_turns
 
 X = torch.randn(2, 1, 28, 28, generator=torch.Generator().manual_seed(0))
 WITHOUT: list[Callable[[], Any]] = [torch.no_grad, torch.inference_mode]
@@ -35,8 +36,7 @@ def casts(view: Any, mode: Callable[[], Any] = torch.no_grad) -> int:
     return counter.casts
 
 
-@pytest.mark.parametrize("mode", WITHOUT)
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(("backend", "mode"), in_turns(["eager", "aot_eager"], WITHOUT))
 def test_frozen_weights_are_cast_once_and_give_the_same_values(backend: str, mode: Callable[[], Any]) -> None:
     view = lenet(backend)
     before, keys, expected = casts(view, mode), list(view.state_dict()), view(X)

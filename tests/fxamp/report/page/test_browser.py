@@ -414,6 +414,7 @@ def test_text_can_be_read_in_both_colour_schemes(opened: Opened, scheme: str) ->
 
 
 WIDTHS = (360, 800, 1400, 1900)
+ENDS = (WIDTHS[0], WIDTHS[-1])
 COLUMNS = """() => [...document.querySelectorAll("main section:not([hidden]) .long thead th")].map((th) => {
     const pen = document.createElement("canvas").getContext("2d");
     const { font, paddingLeft, paddingRight } = getComputedStyle(th);
@@ -423,7 +424,7 @@ COLUMNS = """() => [...document.querySelectorAll("main section:not([hidden]) .lo
 })"""
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", [w if w in ENDS else pytest.param(w, marks=pytest.mark.matrix) for w in WIDTHS])
 def test_at_every_width_nothing_scrolls_sideways_and_every_column_can_be_read(opened: Opened, width: int) -> None:
     page = opened(viewport={"width": width, "height": 800})
     for tab in ("graph", "nodes", "compare", "source"):
@@ -440,7 +441,7 @@ def test_at_every_width_nothing_scrolls_sideways_and_every_column_can_be_read(op
     assert page.locator("#canvas").bounding_box()["width"] > 0.6 * width - 250
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", [w if w in ENDS else pytest.param(w, marks=pytest.mark.matrix) for w in WIDTHS])
 def test_at_every_width_a_click_brings_its_panel_into_view(opened: Opened, width: int) -> None:
     page = opened(viewport={"width": width, "height": 800})
     page.locator("#whole").scroll_into_view_if_needed()

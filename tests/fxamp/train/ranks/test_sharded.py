@@ -62,8 +62,11 @@ def train(model: dict[str, Any], x: Tensor, settings: dict[str, Any]) -> list[An
 @pytest.mark.parametrize(
     ("how", "compile"),
     [
-        ("converted", False), ("whole", "aot_eager"), ("compiled", False),
-        *(pytest.param(*way, marks=pytest.mark.matrix) for way in (("whole", False), ("converted", "aot_eager"))),
+        ("converted", False), ("whole", "aot_eager"),
+        *(
+            pytest.param(*way, marks=pytest.mark.matrix)
+            for way in (("compiled", False), ("whole", False), ("converted", "aot_eager"))
+        ),
     ],
 )  # fmt: skip
 def test_shards_train_as_one_process_that_takes_their_batches_as_micro_batches(

@@ -20,9 +20,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 class Deep(nn.Module):
     """A deep net with one layer whose roundings are amplified."""
 
-    def __init__(self, culprit: int = 5) -> None:
+    def __init__(self, layers: int = 4, culprit: int = 2) -> None:
         super().__init__()
-        self.layers, self.culprit = nn.ModuleList(nn.Linear(16, 16) for _ in range(8)), culprit
+        self.layers, self.culprit = nn.ModuleList(nn.Linear(16, 16) for _ in range(layers)), culprit
 
     def forward(self, x: Tensor) -> Tensor:
         for i, layer in enumerate(self.layers):
@@ -50,7 +50,7 @@ def fp32_of(plan: fxamp.Plan) -> list[str]:
 
 
 def test_few_nodes_are_found_in_few_runs_and_hold_when_the_plan_is_replayed() -> None:
-    model = Deep()
+    model = Deep(8, 5)
     metric = Metric(model)
     low = float(metric(fxamp.convert(model, policy=BF16)))
     metric.asked = 0

@@ -22,7 +22,9 @@ def batches(name: str, count: int, first: int = 3) -> list[Any]:
     return [kwargs or args[0] for args, kwargs in made]
 
 
-@pytest.mark.parametrize("name", ["hf_bert", "unet", pytest.param("hf_llama", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(
+    "name", ["unet", *(pytest.param(n, marks=pytest.mark.matrix) for n in ("hf_bert", "hf_llama"))]
+)
 def test_predictions_are_near_measurements_on_other_batches(name: str) -> None:
     zoo = BY_NAME[name]
     model = zoo.build().eval()

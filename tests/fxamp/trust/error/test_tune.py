@@ -26,23 +26,24 @@ def batches(name: str, count: int, first: int = 3) -> list[Any]:
     return [kwargs or args[0] for args, kwargs in made]
 
 
-def test_a_plan_at_the_error_of_autocast_casts_less_and_is_replayed_as_it_was_found(tmp_path: Path) -> None:
-    zoo = BY_NAME["hf_bert"]
+@pytest.mark.parametrize("name", ["gpt", pytest.param("hf_bert", marks=pytest.mark.matrix)])
+def test_a_plan_at_the_error_of_autocast_casts_less_and_is_replayed_as_it_was_found(name: str, tmp_path: Path) -> None:
+    zoo = BY_NAME[name]
     model = zoo.build().eval()
     weights = {n: p.clone() for n, p in model.named_parameters()}
     random = torch.get_rng_state()
-    plan = fxamp.tune(model, batches=batches("hf_bert", 4), loss=zoo.loss)
+    plan = fxamp.tune(model, batches=batches(name, 4), loss=zoo.loss)
     assert torch.equal(random, torch.get_rng_state())
     assert all(torch.equal(p, weights[n]) for n, p in model.named_parameters())
     plan.save(tmp_path / "plan.json")
     read = fxamp.Plan.load(tmp_path / "plan.json")
     assert read.certificate == plan.certificate
     view = fxamp.convert(model, plan=read)
-    seen = fxamp.verify(view, batches=batches("hf_bert", 4), loss=zoo.loss).policies[1]
+    seen = fxamp.verify(view, batches=batches(name, 4), loss=zoo.loss).policies[1]
     assert seen.per_parameter == pytest.approx(plan.certificate["measured"], rel=1e-6)
     assert (seen.casts, seen.cast_bytes) == (plan.certificate["casts"], plan.certificate["cast_bytes"])
     assert plan.certificate["measured"] <= plan.certificate["tolerance"]
-    others = fxamp.verify(model, batches=batches("hf_bert", 4), loss=zoo.loss, policies=("autocast", "O1"))
+    others = fxamp.verify(model, batches=batches(name, 4), loss=zoo.loss, policies=("autocast", "O1"))
     assert seen.cast_bytes is not None
     assert all(seen.cast_bytes <= (e.cast_bytes or 0) for e in others.policies[1:])
     assert plan.certificate["tolerance"] == pytest.approx(others["autocast"].per_parameter * 1.02)

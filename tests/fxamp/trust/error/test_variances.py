@@ -113,7 +113,7 @@ def test_a_model_with_converted_parts_is_refused() -> None:
         fxamp.estimate_error(nn.Sequential(nn.Linear(8, 1), nn.Flatten(0)), torch.randn(1, 8), policies=["O0"])
 
 
-@pytest.mark.parametrize("name", ["hf_bert", "gpt"])
+@pytest.mark.parametrize("name", [pytest.param("hf_bert", marks=pytest.mark.matrix), "gpt"])
 def test_a_step_that_rounds_nothing_gives_each_policy_what_its_own_graphs_give(name: str) -> None:
     whole = given(name, 1)
     steps = Unrounded(Subject(whole), POLICIES)
