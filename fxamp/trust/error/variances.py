@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from passes.graph.values import LOW_DTYPES
-from passes.ops import ops
+from passes.ops.rules import row_of
 
 from ..given_step import Batch
 from .emulation import Decides, Place, Site
@@ -262,7 +262,8 @@ def _is_sum(site: Site) -> bool:
     """Say whether a value is the sum of two low values; one that is written in place cannot be looked at later."""
     operands = site.node.all_input_nodes
     low = [o.meta["val"].dtype in LOW_DTYPES for o in operands if isinstance(o.meta.get("val"), Tensor)]
-    return ops.name(site.node) in ("add", "sub") and not site.part and low == [True, True]
+    row = row_of(site.node)
+    return row.free_backward and row.promotes_inside and not site.part and low == [True, True]  # add and sub
 
 
 def _lost(total: Tensor, grad: Tensor, terms: Sequence[Tensor], unit: Tensor, low: torch.dtype) -> Tensor:
