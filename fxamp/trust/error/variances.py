@@ -263,7 +263,7 @@ def _is_sum(site: Site) -> bool:
     operands = site.node.all_input_nodes
     low = [o.meta["val"].dtype in LOW_DTYPES for o in operands if isinstance(o.meta.get("val"), Tensor)]
     row = row_of(site.node)
-    return row.free_backward and row.promotes_inside and not site.part and low == [True, True]  # add and sub
+    return row.free_backward and "arithmetic" in row.in_norm and not site.part and low == [True, True]
 
 
 def _lost(total: Tensor, grad: Tensor, terms: Sequence[Tensor], unit: Tensor, low: torch.dtype) -> Tensor:
