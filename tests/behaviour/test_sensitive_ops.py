@@ -62,6 +62,17 @@ def test_the_operands_of_a_scatter_get_one_dtype() -> None:  # in a graph: torch
 
 
 @each_front_end
+def test_a_bilinear_layer_trains_behind_a_product(front_end: str) -> None:  # torch.autocast itself fails on these
+    torch.manual_seed(0)
+    model = Two(lambda self, x: self.b(self.l(x), x), b=nn.Bilinear(6, 6, 4))
+    weights = [p for name, p in model.named_parameters() if name.startswith("b.")]
+    exact = torch.autograd.grad(model(*one()).sum(), weights)
+    (make,) = at_levels(model, one(), front_end, "O1,dtype=bf16")
+    got = torch.autograd.grad(make()(*one()).sum(), weights)
+    assert all(0 < error(a, b) < 0.02 or torch.equal(a, b) for a, b in zip(got, exact, strict=True))
+
+
+@each_front_end
 def test_transforms_and_linear_algebra_run_in_the_precision_they_had(front_end: str) -> None:
     def spectral(self: Any, x: Tensor) -> dict[str, Tensor]:
         y = self.wide(x)

@@ -359,3 +359,18 @@ def test_the_report_on_errors_is_written_from_its_figures() -> None:
     data = json.loads((REPORTS / "error.json").read_text(encoding="utf-8"))
     plain = [r for key, rows in data["rows"].items() if key.startswith("bf16") for r in rows]
     assert error.table(plain) in (REPORTS / "error.md").read_text(encoding="utf-8")
+
+
+def test_the_models_of_the_readme_are_predicted_as_it_says() -> None:
+    data = json.loads((REPORTS / "error.json").read_text(encoding="utf-8"))
+    rows = [r for key, found in data["rows"].items() if key.startswith("bf16") for r in found]
+    told = re.search(
+        r"on each of \[(\d+) models\].* the error of the loss within a factor of (\d)\.",
+        " ".join((REPORTS.parent / "README.md").read_text(encoding="utf-8").split()),
+    )
+    assert told is not None
+    models, factor = map(int, told.groups())
+    assert len({r["model"] for r in rows}) == models
+    assert all(
+        1 / factor <= ratio <= factor for ratio in error.ratios([r for r in rows if not error.at_floor(r)], "loss")
+    )

@@ -68,12 +68,16 @@ def keep(state: State, site: Site, reason: Reason) -> Colouring:
 def as_autocast(state: State, site: Site) -> Colouring | None:
     """Cast the operands to the dtypes that they have under autocast, under which the call then runs.
 
-    Return None where those dtypes are not known, or where a cast would be of a value that the call may write to.
+    Return None where those dtypes are not known, or rejected in backward, or where a cast would be of a value that the
+    call may write to.
     """
     why = Code.AS_AUTOCAST("runs under torch.autocast, on operands in autocast's dtypes")
     if state.autocast:
         colouring = natural(state, site.of_kind(AS_AUTOCAST), why)
         return replace(colouring, dtype=first_float(note_of(site.node).autocast) or colouring.dtype)
+    mixed = len({state.under_autocast(o.node) for o in site.floats}) > 1
+    if mixed and site.row.same_dtype and site.row.gives == "first":
+        return None
     written = set(may_write(site.node))
     changed = [o for o in site.floats if state.under_autocast(o.node) != state.dtypes[o.node]]
     if any(not isinstance(state.under_autocast(o.node), torch.dtype) or o.node in written for o in changed):
