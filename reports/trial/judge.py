@@ -153,10 +153,20 @@ def _graph(found: Subject, program: ExportedProgram, level: str) -> Verdict:
         module = fxamp.convert(program, policy=_policy(found, level))
         verdict = _judge(found, found.run(module), level, fxamp.plan_of(module))
     except Exception as e:
-        return as_verdict(e)
+        verdict = as_verdict(e)
+        return Verdict(TORCH, verdict.why) if level != "O0" and _raises_under_autocast(found, e) else verdict
     if verdict.kind != DEVIATION:
         return verdict
     return _named(level, verdict, lambda: [pair_of(found.model, module, found.args, found.kwargs, found.ambient())])
+
+
+def _raises_under_autocast(found: Subject, error: Exception) -> bool:
+    """Say whether a model raises the same under autocast, as with a kernel that takes no 16 bits."""
+    try:
+        found.run(found.model, found.ambient())
+    except Exception as e:
+        return (type(e), str(e).partition("\n")[0]) == (type(error), str(error).partition("\n")[0])
+    return False
 
 
 def pair_of(graph: nn.Module, module: GraphModule, args: Any, kwargs: Any, context: Any) -> Pair:
