@@ -14,12 +14,14 @@ from tests.support.front_ends import (
     F32,
     FRESH,
     Case,
+    assert_at_all_levels,
     check,
     colours,
     convert,
     converted,
     decided,
     each_front_end,
+    each_low,
     legs,
     o1,
     one,
@@ -95,3 +97,11 @@ def test_hooks_of_a_container_take_effect_and_see_what_autocast_gives() -> None:
     assert torch.equal(module(*one()), under_autocast(model, one()).float())
     assert seen[0] == torch.bfloat16
     assert module.state_dict().keys() == model.state_dict().keys()
+
+
+@each_low("view", "graph")
+def test_a_size_that_the_data_decide_is_no_obstacle(front_end: str, name: str, low: torch.dtype) -> None:
+    def forward(self: Any, x: Tensor) -> Any:
+        return torch.masked_select(self.l(x), x > 0) * 2
+
+    assert_at_all_levels(Two(forward), one(), front_end, name, low)

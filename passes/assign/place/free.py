@@ -141,13 +141,16 @@ def _only_moves(c: _Candidate) -> bool:
 
 def _broadcasts(c: _Candidate) -> bool:
     """Say whether it repeats an operand along a dimension, so that gradients of that operand are added up."""
+    out, floats = c.node.meta.get("val"), {o.node for o in c.floats}
+    if not isinstance(out, torch.Tensor):
+        return False
+    size = [concrete_size(s) for s in out.shape]
     tensors = [(n, v) for n in c.node.all_input_nodes if isinstance(v := n.meta.get("val"), torch.Tensor)]
-    shapes, floats = [[concrete_size(s) for s in v.shape] for _, v in tensors], {o.node for o in c.floats}
-    out = c.node.meta.get("val")
-    if not isinstance(out, torch.Tensor) or all(v.shape == out.shape for n, v in tensors if n in floats):
+    shapes = [(n in floats, [concrete_size(s) for s in v.shape]) for n, v in tensors]
+    if all(shape == size for is_float, shape in shapes if is_float):
         return False
     try:
-        return len(shapes) > 1 and list(torch.broadcast_shapes(*shapes)) == [concrete_size(s) for s in out.shape]
+        return len(shapes) > 1 and list(torch.broadcast_shapes(*(shape for _, shape in shapes))) == size
     except RuntimeError:  # they are joined, not broadcast
         return False
 
