@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import fxamp
 from tests.support.doors import DOORS
 from tests.support.front_ends import FRESH
-from tests.support.helpers import Layers
+from tests.support.helpers import Layers, in_turns
 
 pytestmark = FRESH
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -311,6 +311,36 @@ def test_a_mask_that_turns_extreme_after_conversion_keeps_the_values_finite() ->
                 got, exact = (call(x, one_row(1, lowest)) for call in (run, model))
                 assert error(got[1], exact[1]) < 0.01
                 assert got.isfinite().all() or not math.isfinite(lowest)
+
+
+def _written(write: Callable[[Tensor, Tensor], object]) -> Callable[[Tensor], Tensor]:
+    def mask_of(mask: Tensor) -> Tensor:
+        made = (mask * 0).sigmoid().clone()  # bounded by what makes it, until it is written
+        write(made, mask)
+        return made
+
+    return mask_of
+
+
+MADE_OF_A_MASK: dict[str, Callable[[Tensor], Tensor]] = {
+    "where": lambda mask: torch.where(mask.new_ones(()).bool(), mask, torch.zeros_like(mask)),
+    "minimum": lambda mask: torch.minimum(torch.zeros_like(mask), mask),
+    "cat": lambda mask: torch.cat([torch.zeros_like(mask[..., :4]), mask[..., 4:]], -1),
+    "add_": _written(lambda made, mask: made.add_(mask)),
+    "copy_": _written(lambda made, mask: made.copy_(mask)),
+    "an item of a view": _written(lambda made, mask: made[0].__setitem__(slice(None), mask[0])),
+}
+
+
+@pytest.mark.parametrize(("way", "low"), in_turns(MADE_OF_A_MASK, ["bf16", "fp16"]))
+def test_a_mask_made_of_one_that_turns_extreme_keeps_the_values_finite(way: str, low: str) -> None:
+    torch.manual_seed(0)
+    model, x = built(lambda m, x, mask: attention(m, x, MADE_OF_A_MASK[way](mask))), draw(1, 2, 16, 32)
+    with torch.no_grad():
+        run = fxamp.convert(model, (x, torch.zeros(2, 16, 16)), policy=f"O2,dtype={low}")
+        got, exact = (call(x, one_row(1)) for call in (run, model))
+    assert got.isfinite().all()
+    assert error(got, exact) < 0.01
 
 
 def test_what_o2_casts_down_and_autocast_does_not_is_brought_into_range_once() -> None:

@@ -18,7 +18,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ...form import Colours, Position
-from ...graph.aliases import mutated_operands
+from ...graph.aliases import may_write
 from ...graph.notes import is_parameter, note_of
 from ...graph.values import LOW_DTYPES, Dtypes, is_floating
 from ...ops import ops
@@ -75,18 +75,22 @@ def _rounded_by_autocast(simulation: Simulation) -> set[tuple[Node, Position]]:
 def _unbounded(simulation: Simulation) -> set[Node]:
     """Return the values that may leave the low dtype's range at a later call: nothing that makes them bounds them."""
     nodes: set[Node] = set()
+    roots: set[Node] = set()  # of storage that such a value was written to
+    find = simulation.aliases.find
     for node in simulation.graph.nodes:
-        row, operands = row_of(node), list(ops.operands(node))
+        row, operands, written = row_of(node), list(ops.operands(node)), may_write(node)
         if not node.op.startswith("call"):
             is_open = not is_parameter(node) and not math.isinf(note_of(node).constant or 0.0)
-        elif row.bounded or mutated_operands(node):
-            is_open = bool(mutated_operands(node))
-        elif (row.commutes != "" or row.is_cast) and operands:
-            is_open = operands[0].node in nodes and is_floating(simulation.original.get(operands[0].node))
+        elif row.bounded or (written and row.commutes == ""):
+            is_open = bool(written)
+        elif (row.commutes != "" or row.is_cast) and operands:  # each number of the result is one of an operand's
+            floats = [o.node for o in operands if is_floating(simulation.original.get(o.node))]
+            is_open = any(n in nodes or find(n) in roots for n in floats)
         elif row.out_of:  # rows of a table
             is_open = any(o.node in nodes for o in operands if o.name == row.out_of)
         else:
             is_open = True
         if is_open:
             nodes.add(node)
-    return nodes
+            roots.update(map(find, written))
+    return {node for node in simulation.graph.nodes if node in nodes or find(node) in roots}
