@@ -127,14 +127,17 @@ def _decided(pair: Pair, first: Node, differs: Iterable[Node]) -> tuple[str, str
     """Return the code and the key of the decision behind a node that differs."""
     expected, got, plan = pair.expected, pair.got, pair.plan
     names = {n.name: key for n, key in (expected.names | got.names).items()}  # where both have a node, ours
-    while before := [n for n in first.all_input_nodes if n in differs and n is not first]:
+    while True:
+        if ops.name(first) == "getitem" and isinstance(first.args[0], Node):
+            first = first.args[0]  # what gave several values is what was decided on
+        before = [n for n in first.all_input_nodes if n in differs and n is not first]
+        if not before:
+            break
         first = before[0]
     # A value that is held in another dtype is equal, and what reads it is not: that one was decided on.
     held = [n for n in first.all_input_nodes if _dtype(expected, n) != _dtype(got, n)]
     named = {d.key for d in plan.deviations if not d.graph}
     first = next((n for n in held if names.get(n.name) in named), first)
-    while ops.name(first) == "getitem" and isinstance(first.args[0], Node):
-        first = first.args[0]  # what gave several values is what was decided on
     key, line = names[first.name], source(first)
     found = [d for d in plan.decisions if d.key == key and not d.graph]
     found = found or [d for d in plan.decisions if (d.op, d.source) == (ops.name(first), line)]
