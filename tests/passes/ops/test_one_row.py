@@ -31,8 +31,8 @@ ALLOWED: dict[tuple[str, frozenset[str]], str] = {
     **{
         ("fxamp/integrations/graph_trainer.py", frozenset(pair.split())): _SPLIT
         for pair in (
-            "softmax _softmax", "log_softmax _log_softmax", "layer_norm native_layer_norm",
-            "group_norm native_group_norm",
+            "softmax _softmax _softmax_backward_data", "log_softmax _log_softmax _log_softmax_backward_data",
+            "layer_norm native_layer_norm", "group_norm native_group_norm",
         )
     },
     (

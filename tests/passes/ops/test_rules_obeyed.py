@@ -298,7 +298,7 @@ NOT_CALLED = """
     _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward
     _scaled_dot_product_flash_attention_backward _scaled_dot_product_efficient_attention
     _scaled_dot_product_efficient_attention_backward _scaled_dot_product_cudnn_attention
-    _scaled_dot_product_cudnn_attention_backward
+    _scaled_dot_product_cudnn_attention_backward _log_softmax_backward_data
     _assert_tensor_metadata _local_scalar_dense allclose equal is_nonzero item sym_constrain_range_for_size
     bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor bincount gcd lcm
     one_hot affine_grid_generator as_tensor asarray bartlett_window blackman_window eye fft_fftfreq fft_rfftfreq
