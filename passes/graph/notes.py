@@ -119,6 +119,11 @@ def is_inserted(node: Node) -> bool:
     return note_of(node).made_by in _CASTS
 
 
+def is_ours(node: Node) -> bool:
+    """Say whether fxamp made a node: a cast, or what brings an operand into the range of one."""
+    return is_inserted(node) or note_of(node).made_by == CLAMP_OPERAND
+
+
 # Notes from capture, and how a node that a pass makes inherits them.
 
 

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from passes._torch import FakeTensorMode, pytree, quiet_fakes, storage_id
 from passes.contract.errors import FxampError
 from passes.contract.policy import dtype_name
-from passes.graph.notes import CLAMP_OPERAND, is_inserted, note_of
+from passes.graph.notes import is_ours
 from passes.graph.values import no_autocast
 
 from ...trust.preserved import same_random_state
@@ -96,7 +96,7 @@ class _Walk(Interpreter):
         self._alive: dict[int, Any] = {}  # the storages that were saved: the id of one that is freed is used again
 
     def run_node(self, n: Node) -> Any:
-        ours = is_inserted(n) or note_of(n).made_by == CLAMP_OPERAND
+        ours = is_ours(n)
         if not self._casts and ours:
             return self.env[n.all_input_nodes[0]]
         before = self.counter.get_total_flops()

@@ -23,7 +23,7 @@ from torch.fx import GraphModule, Interpreter, Node, map_arg
 
 from passes._torch import pytree, safe_softmax
 from passes.graph.aliases import Aliases
-from passes.graph.notes import CLAMP_OPERAND, is_inserted, note_of
+from passes.graph.notes import is_inserted, is_ours
 from passes.graph.values import LOW_DTYPES, keys, module_path, no_autocast, source
 from passes.ops import ops
 from passes.ops.rules import row_of
@@ -80,7 +80,7 @@ class Site:
         if self.part != "cast":
             return f"{self.part} in {ops.name(self.node)}" if self.part else ops.name(self.node)
         first: Any = self.node
-        while isinstance(first, Node) and _is_ours(first):
+        while isinstance(first, Node) and is_ours(first):
             first = first.args[0]
         return f"cast of {ops.name(first) if first.op.startswith('call') else self.names.get(first.name, first.name)}"
 
@@ -96,7 +96,7 @@ class GraphSites:
 
     def __init__(self, graph: GraphModule, names: Mapping[str, str]) -> None:
         self._names = names
-        author = keys(n for n in graph.graph.nodes if not _is_ours(n))
+        author = keys(n for n in graph.graph.nodes if not is_ours(n))
         self._aliases = Aliases(graph.graph)
         self.keys = {n: author.get(n) or _reader(n, author) for n in graph.graph.nodes if n.op.startswith("call")}
         self.low = {n: _is_low(n.meta.get("val")) for n in graph.graph.nodes}
@@ -112,7 +112,7 @@ class GraphSites:
 
     def _only_moves(self, node: Node) -> bool:
         """Say whether a node makes no number of its own out of low ones."""
-        if _is_ours(node) and not is_inserted(node):
+        if is_ours(node) and not is_inserted(node):
             return True
         row = row_of(node)
         read = [o.node for o in ops.operands(node) if _is_float(o.node.meta.get("val"))]
@@ -125,7 +125,7 @@ class GraphSites:
             rounds = self.low[node] and not self._moves[node]
             cast = is_inserted(node) and rounds
             reads = tuple((self.keys[r], self.source(node)) for r in _readers(node)) if cast else ()
-            named = part or ("cast" if cast else "clamp" if _is_ours(node) else "")
+            named = part or ("cast" if cast else "clamp" if is_ours(node) else "")
             writes = self._aliases.is_mutated(node)
             found = Site(self.keys[node], node, named, rounds, writes, self._names, reads)
             self._sites[node, part] = found
@@ -133,7 +133,7 @@ class GraphSites:
 
     def source(self, node: Node) -> str:
         """Return the key of the author's value behind casts; that of an input is its name."""
-        while _is_ours(node):
+        while is_ours(node):
             node = node.args[0]  # type: ignore[assignment]
         return self.keys.get(node, node.name)
 
@@ -185,7 +185,7 @@ class Emulation(Interpreter):
     def fetch_args_kwargs_from_env(self, n: Node) -> Any:
         """Return the operands of a node."""
         args, kwargs = super().fetch_args_kwargs_from_env(n)
-        if self._read is not None and n.op.startswith("call") and not _is_ours(n):
+        if self._read is not None and n.op.startswith("call") and not is_ours(n):
             return self._each_read(n, args, kwargs, self._read)
         if self._edge is None or not any(self._is_shared(o) for o in n.all_input_nodes):
             return args, kwargs
@@ -260,7 +260,7 @@ class Watched(Interpreter):
     def run_node(self, n: Node) -> Any:
         """Run one node."""
         value = super().run_node(n)
-        if n.op.startswith("call") and not _is_ours(n) and isinstance(value, Tensor) and value.is_floating_point():
+        if n.op.startswith("call") and not is_ours(n) and isinstance(value, Tensor) and value.is_floating_point():
             self._see(self._sites.of(n), value)
         return value
 
@@ -331,15 +331,10 @@ def _chooses(node: Node) -> bool:
     return bool(read) and ops.argument(node, "dim") is not None
 
 
-def _is_ours(node: Node) -> bool:
-    """Say whether fxamp made a node: a cast, or what brings an operand into the range of one."""
-    return is_inserted(node) or note_of(node).made_by == CLAMP_OPERAND
-
-
 def _readers(node: Node) -> Iterator[Node]:
     """Yield the author's nodes that read a cast."""
     for user in node.users:
-        if _is_ours(user):
+        if is_ours(user):
             yield from _readers(user)
         elif user.op != "output":
             yield user

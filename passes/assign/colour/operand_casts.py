@@ -68,8 +68,8 @@ def keep(state: State, site: Site, reason: Reason) -> Colouring:
 def as_autocast(state: State, site: Site) -> Colouring | None:
     """Cast the operands to the dtypes that they have under autocast, under which the call then runs.
 
-    Return None where those dtypes are not known, or rejected in backward, or where a cast would be of a value that the
-    call may write to.
+    Return None where those dtypes are not known, or where a cast would be of a value that the call may write to; and
+    where they are several, which the backward of an op rejects that gives the first one's.
     """
     why = Code.AS_AUTOCAST("runs under torch.autocast, on operands in autocast's dtypes")
     if state.autocast:

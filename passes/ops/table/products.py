@@ -89,6 +89,6 @@ ROWS = (
     ),
     *group(COMPOSITE, COMPOSITE, "calls matmul among other ops",
         "linalg_matrix_power matrix_power linalg_pinv cov corrcoef multi_head_attention_forward",
-        of("_trilinear", out="first", same_dtype=True),  # in backward
+        of("_trilinear", out="first", same_dtype=True),  # its backward rejects several dtypes
     ),
 )
