@@ -134,9 +134,10 @@ class Variant:
 
 @dataclass(frozen=True)
 class Row:
-    """What one variant of one model did; times are ratios to that of autocast, None where not measured.
+    """What one variant of one model did.
 
-    `time` is of the forwards and backwards of a window, `step_time` of a whole one with AdamW.
+    `time` is of the forwards and backwards of a window, `step_time` of a whole one with AdamW. Both are ratios to that
+    of autocast, and a spread is the width of their 95 % interval; None stands where they were not measured.
     """
 
     model: str
@@ -243,7 +244,7 @@ def _count(variant: Variant) -> StepCounts:
 def _ratios(timings: dict[str, Timing], kind: str) -> tuple[float | None, float | None]:
     if not timings:
         return None, None
-    return timings[kind].median / timings[AUTOCAST].median, timings[kind].spread / timings[AUTOCAST].median
+    return timings[kind].over(timings[AUTOCAST])
 
 
 def _word(dtype: torch.dtype) -> str:
@@ -271,8 +272,8 @@ def to_markdown(rows: Sequence[Row], machine: str) -> str:
         colalign=("left", "left", "left", *["right"] * (columns - 3)),
     )  # fmt: skip
     times = (
-        f" Times are medians of windows of\n{WINDOW}; the variants take turns. "
-        "Compare times only as ratios. ± is half the interquartile range."
+        f" Times are of windows of\n{WINDOW}; the variants take turns, and each is compared with autocast in the same "
+        "round.\n± is half of the 95 % interval of the median of these ratios."
     )
     parts = [f"## {title}\n\n{sized}\n" for title, quantity in QUANTITIES.items() if (sized := by_size(rows, quantity))]
     return (

@@ -146,7 +146,7 @@ def tuned(name: str, times: float | None) -> Row:
     """Tune one model at a multiple of autocast's error (None: at 0.02), and measure on batches that it did not see."""
     model, loss, batch = given(name)
     seen, others = _pairs(batch(i) for i in range(SEEN)), _pairs(batch(SEEN + i) for i in range(OTHERS))
-    policies = ("autocast,dtype=bf16", "O1,dtype=bf16")
+    policies = ("autocast,dtype=bf16", "O1,dtype=bf16,output_dtype=autocast")
     found = fxamp.verify(model, batches=others, loss=loss, policies=policies)
     autocast, o1 = (found[p] for p in policies)
     near = fxamp.verify(model, batches=seen, loss=loss, policies=policies[0])[policies[0]].per_parameter
@@ -154,7 +154,9 @@ def tuned(name: str, times: float | None) -> Row:
     row: Row = {"model": name, "times": times, "autocast": _costs(autocast), "o1": _costs(o1)}
     started = time.perf_counter()
     try:
-        plan = fxamp.tune(model, batches=seen, loss=loss, tolerance=tolerance, policy="O2,dtype=bf16")
+        plan = fxamp.tune(
+            model, batches=seen, loss=loss, tolerance=tolerance, policy="O2,dtype=bf16,output_dtype=autocast"
+        )
     except fxamp.PolicyError as error:
         return {**row, "refused": str(error)}
     seconds = time.perf_counter() - started

@@ -11,10 +11,21 @@ from passes.contract.errors import FxampError
 
 
 class Timing(NamedTuple):
-    """Seconds of a step: the median, and the distance between its quartiles."""
+    """Seconds of a step: the median, the distance between its quartiles, and all of them, round by round."""
 
     median: float
     spread: float
+    rounds: tuple[float, ...]
+
+    def over(self, other: Timing) -> tuple[float, float]:
+        """Return the median of its ratios to another timing, round by round, and the width of its 95 % interval.
+
+        The interval lies between two of the ratios, by the binomial distribution of how many are below the median: a
+        few slow rounds do not widen it.
+        """
+        ratios = sorted(a / b for a, b in zip(self.rounds, other.rounds, strict=True))
+        below = max(int(len(ratios) / 2 - 0.98 * len(ratios) ** 0.5), 0)
+        return statistics.median(ratios), ratios[-1 - below] - ratios[below]
 
 
 def interleaved(
@@ -35,4 +46,4 @@ def _timing(seconds: list[float]) -> Timing:
     if len(seconds) < 2:
         raise FxampError(f"{len(seconds)} timed rounds are too few: give at least two more rounds than `warmup`")
     low, _, high = statistics.quantiles(seconds, n=4)
-    return Timing(statistics.median(seconds), high - low)
+    return Timing(statistics.median(seconds), high - low, tuple(seconds))

@@ -36,7 +36,7 @@ from .runs import AUTOCAST, Subject
 from .verify import measured
 
 _LOSS, _GRADIENT = 0.2, 0.8  # the parts of both errors in what is charged
-_ALIKE = 1.02  # errors that differ by less than this factor are equal: other batches move them by more
+_ALIKE = 1.02  # errors that differ by less than this factor are equal: other batches move them by as much
 _STEPS = 5  # of the bisection
 _LOOKED_AT = 2  # batches that errors of roundings are computed on
 
@@ -59,8 +59,9 @@ def tune(
         loss: A function of the output, or, with a target, of output and target, that gives one element; None takes the
             output's `.loss`, or a 0-dim output.
         batches: Inputs, or pairs (inputs, target), in the place of `inputs`. The more, the less the plan fits one.
-        tolerance: The largest error, such as 0.02; "autocast" is that of `torch.autocast`, measured beside; errors that
-            differ by less than a fiftieth count as equal.
+        tolerance: The largest error, such as 0.02; "autocast" is that of `torch.autocast`, measured beside. Other
+            batches move an error by about a fiftieth, so a plan is taken only if its error is smaller by that; O1,
+            which has autocast's values, is within "autocast".
         policy: Its dtype, device and overrides hold; None is "O2".
 
     Returns:
@@ -107,16 +108,20 @@ class _Search:
         """Return the plan."""
         known = measured(self._subject, (self._autocast, str(self._o1), str(self._base)))
         errors = {e.policy: e for e in known.policies}
-        limit = errors[self._autocast].per_parameter * _ALIKE if tolerance == AUTOCAST else float(tolerance)
+        autocast = errors.pop(self._autocast).per_parameter
+        limit = autocast if tolerance == AUTOCAST else float(tolerance)
         floor = errors.pop("FP32").per_parameter
         if limit <= floor:
             raise PolicyError(f"tolerance={limit:.2g} is not above the error of FP32 itself, {floor:.2g}.")
-        predicted = self._search(errors, limit)
-        del errors[self._autocast]
-        within = [e for e in errors.values() if e.per_parameter <= limit * (1 + 1e-9)]
+        predicted = self._search(errors, limit / _ALIKE)
+        within = [e for e in errors.values() if e.per_parameter <= limit / _ALIKE]
+        o1 = errors[str(self._o1)]
+        if tolerance == AUTOCAST and o1.per_parameter <= autocast * _ALIKE:
+            within.append(o1)
         if not within:
             raise PolicyError(_nothing_keeps(limit, errors.values()))
         best = min(within, key=lambda e: (e.cast_bytes or 0, e.casts or 0))
+        limit = max(limit, best.per_parameter)  # O1 may have deviations
         return self._certified(best, limit, predicted.get(best.policy), len(self._subject.given.batches), errors)
 
     def _search(self, errors: dict[str, Errors], limit: float) -> dict[str, float]:
@@ -327,10 +332,11 @@ def _add(
     (t, g), (t0, g0) = ahead, behind
     if t.shape != t0.shape or g.shape != g0.shape:
         return  # a choice has changed a size
-    value, gradient = (t + t0) / 2, (g + g0) / 2
+    value, gradient = t / 2 + t0 / 2, (g + g0) / 2
+    along = torch.where(t == t0, 0.0, t - t0)  # a mask's infinity is the same on both sides
     forward, backward = ulp(value, low), ulp(gradient.contiguous() * scale, low) / scale
     losses[place] = losses.get(place, 0.0) + float((gradient * forward).square().sum()) / 12
-    moved = ((g - g0) * forward).square().sum() + ((t - t0) * backward).square().sum()
+    moved = ((g - g0) * forward).square().sum() + (along * backward).square().sum()
     gradients[place] = gradients.get(place, 0.0) + float(moved) / (12 * (2 * step) ** 2)
 
 

@@ -46,7 +46,8 @@ def test_a_plan_at_the_error_of_autocast_casts_less_and_is_replayed_as_it_was_fo
     others = fxamp.verify(model, batches=batches(name, 4), loss=zoo.loss, policies=("autocast", "O1"))
     assert seen.cast_bytes is not None
     assert all(seen.cast_bytes <= (e.cast_bytes or 0) for e in others.policies[1:])
-    assert plan.certificate["tolerance"] == pytest.approx(others["autocast"].per_parameter * 1.02)
+    assert plan.certificate["tolerance"] == pytest.approx(others["autocast"].per_parameter)
+    assert seen.per_parameter <= others["autocast"].per_parameter / 1.02 or str(plan.policy).startswith("O1")
     replayed = fxamp.plan_of(view)
     assert replayed.certificate == plan.certificate
     assert sum(note.startswith(CERTIFICATE) for note in replayed.notes) == 4
@@ -103,3 +104,24 @@ def test_values_that_are_read_for_integers_need_no_gradient() -> None:
     charged = Derivatives(Subject(given_step(Counts(), X, Y, loss=CE)), "O2", "O1")
     assert charged.predicted("O1") == pytest.approx(1)
     assert charged.values["b/linear#0"] > 0
+
+
+class Masked(nn.Module):
+    """Attends to itself, with scores of which some are the least of FP32, and some its sum with itself: infinite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x)
+        scores = (h @ h.T).masked_fill(torch.ones(6, 6).triu(1) > 0, torch.finfo(torch.float32).min)
+        out: torch.Tensor = self.b((scores + scores).softmax(-1) @ h)
+        return out
+
+
+def test_scores_that_a_mask_makes_infinite_are_charged_nothing() -> None:
+    charged = Derivatives(Subject(given_step(Masked(), X, Y, loss=CE)), "O2", "O1")
+    found = [*charged.values.values(), *charged.casts.values()]
+    assert found
+    assert all(v < 1e6 for v in found)
