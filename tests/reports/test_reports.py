@@ -104,7 +104,7 @@ def test_casts_goes_on_where_it_stopped_and_times_whole_windows_of_the_sizes(
     second = run("--missing", "--rounds", "2")
     assert second[:7] == first[:7] == [row for row in first if row.model == "tiny"]
     assert all(row.step_time is None for row in second[:7])
-    assert all(row.time and row.step_time and row.step_spread for row in second[7:])
+    assert all(row.time and row.step_time and row.step_spread is not None for row in second[7:])
     assert run("--missing", "--rounds", "2") == second
     last = tmp_path.joinpath("casts.md").read_text().split("## ")[-1]
     assert "AdamW" in last
@@ -360,6 +360,15 @@ def test_the_report_on_errors_is_written_from_its_figures() -> None:
     data = json.loads((REPORTS / "error.json").read_text(encoding="utf-8"))
     plain = [r for key, rows in data["rows"].items() if key.startswith("bf16") for r in rows]
     assert error.table(plain) in (REPORTS / "error.md").read_text(encoding="utf-8")
+
+
+def test_the_readme_says_what_a_compiled_step_moves_as_the_report_does() -> None:
+    windows = json.loads((REPORTS / "compiled_step.json").read_text(encoding="utf-8"))["windows"]
+    moved = {n: {r["variant"]: r["counts"]["bytes_moved"] for r in rows} for n, rows in windows.items()}
+    readme = " ".join((REPORTS.parent / "README.md").read_text(encoding="utf-8").split())
+    loop = moved["1"]["fxamp O1"] / moved["1"]["torch.autocast"]
+    step = moved["4"]["fxamp O1 per_step"] / moved["4"]["torch.autocast"]
+    assert f"O1 then moved {loop:.3f} times the bytes of compiled autocast, but {step:.3f} times in" in readme
 
 
 def test_the_models_of_the_readme_are_predicted_as_it_says() -> None:

@@ -10,17 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from passes.contract.errors import PolicyError
+
 from ..given_step import Batch, Loss, given_step
+from .derivatives import Derivatives
 from .emulation import Decides, Site
 from .report import PREDICTED, ErrorReport, Errors, NodeError, Tally, degenerate, living, squared
-from .rounding import Rounded
+from .rounding import rounded
 from .runs import POLICIES, Ran, Subject, policies_of, refuse_infinite
 from .variances import Moved, Unrounded, coherent
 
 
 def estimate_error(
     model_or_step: Any, inputs: Any = None, target: Any = None, *, loss: Loss = None,
-    batches: Iterable[Any] | None = None, policies: Sequence[str] | str = POLICIES, gradients: bool = True,
+    batches: Iterable[Any] | None = None, policies: Sequence[str] | str = POLICIES, gradients: bool | str = True,
 ) -> ErrorReport:  # fmt: skip
     """Predict the errors of policies before anything is trained, and say which roundings they come from.
 
@@ -38,11 +41,12 @@ def estimate_error(
             output's `.loss`, or a 0-dim output.
         batches: Inputs, or pairs (inputs, target), in the place of `inputs`; two to four are enough.
         policies: Policy strings, or "autocast", which rounds what O1 rounds.
-        gradients: Predict errors of gradients too.
+        gradients: Predict errors of gradients too; with "nodes" also say which roundings they come from, by
+            derivatives along a random direction, which takes five steps for each of two batches, and more memory.
 
     Raises:
-        PolicyError: There is no loss, no such policy, a part of the model is converted, or FP32 itself is not finite on
-            a batch; the message names the node.
+        PolicyError: There is no loss, no such policy or another `gradients`, a part of the model is converted, or FP32
+            itself is not finite on a batch; the message names the node.
         CaptureError: Nothing of the model was captured, or it is on the meta device.
 
     Example:
@@ -50,17 +54,19 @@ def estimate_error(
         >>> found["O1"].nodes[0].key, found["O1"].nodes[0].what
         ('2/linear#0', ...)
     """
+    if gradients not in (True, False, "nodes"):
+        raise PolicyError(f'gradients is True, False or "nodes", not {gradients!r}.')
     subject = Subject(given_step(model_or_step, inputs, target, loss=loss, batches=batches))
     return estimated(subject, policies_of(subject, policies), gradients=gradients)
 
 
-def estimated(subject: Subject, names: Sequence[str], *, gradients: bool = True) -> ErrorReport:
+def estimated(subject: Subject, names: Sequence[str], *, gradients: bool | str = True) -> ErrorReport:
     """Predict the errors of policies; of those that round the same, once.
 
     Args:
         subject: the model and its batches.
         names: of the policies.
-        gradients: predict errors of gradients too.
+        gradients: predict errors of gradients too, and, with "nodes", where they come from.
     """
     first = dict[str, str]()  # of the names of a policy
     for name in names:
@@ -83,7 +89,7 @@ class _Estimate:
         norms: squared norms of the gradients, by name.
     """
 
-    def __init__(self, subject: Subject, names: Sequence[str], gradients: bool) -> None:
+    def __init__(self, subject: Subject, names: Sequence[str], gradients: bool | str) -> None:
         self._subject, self._generator = subject, torch.Generator(subject.device)
         self._plain = Unrounded(subject, names)
         self._tallies = {name: Tally() for name in names}
@@ -99,6 +105,8 @@ class _Estimate:
                     squared(plain.gradients, self.norms)
                 for name in served if gradients else ():  # of one policy after the other, so that they are held once
                     self._tallies[name].add(0.0, self._probe(name, batch, choices).gradients, plain.gradients, 2.0)
+        runs = self._plain.runs if gradients == "nodes" else ()
+        self._derivatives = {base: Derivatives(subject, base) for base in runs}
 
     def errors(self, name: str) -> Errors:
         """Return what is predicted of a policy."""
@@ -106,8 +114,10 @@ class _Estimate:
         square = sum(m.square for m in moved) + coherent(moved) + (2.0**-24 * sum(self.losses) / count) ** 2
         flips = {key: value / count for key, value in self._flips[name].items() if value > 1e-3}
         swamped = {m.site.key: m.swamped for m in moved if m.swamped > 0.5}
+        derived = self._derivatives.get(self._plain.base(name))
+        nodes = _nodes(moved, derived and derived.gradients(m.site for m in moved))
         return self._tallies[name].errors(
-            name, self.norms, loss=square**0.5, increase=square / 2, nodes=_nodes(moved), flips=flips, swamped=swamped
+            name, self.norms, loss=square**0.5, increase=square / 2, nodes=nodes, flips=flips, swamped=swamped
         )
 
     def _probe(self, name: str, batch: Batch, choices: Sequence[tuple[str, Tensor]]) -> Ran:
@@ -149,12 +159,6 @@ def _noted_in(choices: list[tuple[str, Tensor]]) -> Decides:
     return lambda key, operand, count, dim: choices.append((key, operand.clone()))
 
 
-def rounded(value: Tensor, low: torch.dtype, generator: torch.Generator, *, forward: bool = True) -> Tensor:
-    """Return a value rounded at random, whose gradient is rounded at random in backward."""
-    made: Tensor = Rounded.apply(value, low, generator, forward, True)  # type: ignore[no-untyped-call]
-    return made
-
-
 def _expected_flips(true: Tensor, probed: Tensor, count: int, dim: int | None) -> float:
     """Return how many choices of the `count` largest are expected to change.
 
@@ -170,11 +174,12 @@ def _expected_flips(true: Tensor, probed: Tensor, count: int, dim: int | None) -
     return float(torch.special.ndtr(-margin / (noise * math.sqrt(2))).sum()) if noise else 0.0
 
 
-def _nodes(moved: Sequence[Moved]) -> tuple[NodeError, ...]:
-    """Return what moves the loss, the largest share first."""
-    whole = sum(m.square for m in moved) or 1.0
+def _nodes(moved: Sequence[Moved], gradients: Sequence[float] | None) -> tuple[NodeError, ...]:
+    """Return what moves the loss, the largest share first, and what it adds to the error of the gradients."""
+    loss, gradient = sum(m.square for m in moved) or 1.0, sum(gradients or ()) or 1.0
+    shares = [None] * len(moved) if gradients is None else [v / gradient for v in gradients]
     rows = [
-        NodeError(m.site.key, m.site.what, m.site.module, m.site.line, m.square / whole, m.bias)
-        for m in moved if m.square
+        NodeError(m.site.key, m.site.what, m.site.module, m.site.line, m.square / loss, m.bias, share)
+        for m, share in zip(moved, shares, strict=True) if m.square or share
     ]  # fmt: skip
     return tuple(sorted(rows, key=lambda node: -node.share))

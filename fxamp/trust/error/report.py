@@ -33,6 +33,8 @@ class NodeError:
         share: Its share of the variance of the loss.
         bias: The mean of its signed error over the batches, in standard errors; above 5 it is no noise. 0 for fewer
             than eight batches, which cannot tell.
+        gradient: Its share of the variance of the gradients, along a direction in which each parameter counts alike;
+            None where that was not asked for.
     """
 
     key: str
@@ -41,6 +43,7 @@ class NodeError:
     line: str
     share: float
     bias: float = 0.0
+    gradient: float | None = None
 
 
 @dataclass(frozen=True)
@@ -90,11 +93,11 @@ class Errors:
         """The nodes with a share of at least a hundredth whose error has one sign over the batches."""
         return tuple(node for node in self.nodes if node.bias > 5 and node.share >= 0.01)
 
-    def by(self, what: str) -> dict[str, float]:
-        """Return the shares of the variance of the loss by "module", "line" or "what", the largest first."""
+    def by(self, what: str, of: str = "share") -> dict[str, float]:
+        """Return the shares by "module", "line" or "what", the largest first: `share`, or `gradient`."""
         found: dict[str, float] = {}
         for node in self.nodes:
-            found[getattr(node, what)] = found.get(getattr(node, what), 0.0) + node.share
+            found[getattr(node, what)] = found.get(getattr(node, what), 0.0) + (getattr(node, of) or 0.0)
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
@@ -201,8 +204,15 @@ class ErrorReport:
         return "\n\n".join([*parts, *self.notes]) + "\n"
 
     def _nodes(self, errors: Errors, style: str) -> str:
-        rows = [(f"{n.share:.0%}", n.key, n.what, n.line.partition(": ")[0]) for n in errors.nodes[:_SHOWN]]
-        said = [tabulate(rows, (f"{errors.policy}: share", "node", "what", "line"), style, disable_numparse=True)]
+        rows = [
+            (f"{n.share:.0%}", None if n.gradient is None else f"{n.gradient:.0%}", n.key, n.what,
+             n.line.partition(": ")[0])
+            for n in errors.nodes[:_SHOWN]
+        ]  # fmt: skip
+        head = (f"{errors.policy}: of the loss", "of gradients", "node", "what", "line")
+        if errors.nodes[0].gradient is None:
+            rows, head = [(a, *rest) for a, _, *rest in rows], (head[0], *head[2:])
+        said = [tabulate(rows, head, style, disable_numparse=True)]
         if errors.flips:
             said.append(
                 f"{sum(errors.flips.values()):.2g} choices a batch are expected to change: {_some(errors.flips)}."

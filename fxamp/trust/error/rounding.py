@@ -87,3 +87,9 @@ class Rounded(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         """Round the gradient."""
         return stochastic(grad, ctx.low, ctx.generator) if ctx.rounds else grad, None, None, None, None
+
+
+def rounded(value: Tensor, low: torch.dtype, generator: torch.Generator, *, forward: bool = True) -> Tensor:
+    """Return a value rounded at random, whose gradient is rounded at random in backward."""
+    made: Tensor = Rounded.apply(value, low, generator, forward, True)  # type: ignore[no-untyped-call]
+    return made

@@ -1,6 +1,6 @@
 """`fxamp.tune`: the plan that casts the fewest bytes within a budget of error, by minimum cut, and measured.
 
-errors of roundings, to first order        `Derivatives`: how much each moves the loss, and each gradient
+errors of roundings, to first order        `Derivatives`: how much each moves the loss and the gradients
 lambda * error beside the bytes of casts   `passes.contract.costs`;     the compiler's cut decides
 lambda                                     by bisection, until the predicted error is within the budget
 the certificate                            the measured error of what was found, on the batches that were given
@@ -8,15 +8,12 @@ the certificate                            the measured error of what was found,
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.fx import Node
 
 from passes.contract.costs import Penalties
 from passes.contract.errors import PolicyError
@@ -27,18 +24,14 @@ from passes.contract.policy import Policy
 from ...capture.compiled import runner_of
 from ...convert import convert, plan_of
 from ..given_step import Loss, given_step
-from ..tensors import kept
-from .emulation import Site
-from .estimate import rounded
-from .report import Errors, living, squared
-from .rounding import ulp
+from .derivatives import Derivatives, keys_of
+from .report import Errors
 from .runs import AUTOCAST, Subject
 from .verify import measured
 
 _LOSS, _GRADIENT = 0.2, 0.8  # the parts of both errors in what is charged
 _ALIKE = 1.02  # errors that differ by less than this factor are equal: other batches move them by as much
 _STEPS = 5  # of the bisection
-_LOOKED_AT = 2  # batches that errors of roundings are computed on
 
 
 def tune(
@@ -129,7 +122,7 @@ class _Search:
         o1 = errors[str(self._o1)].per_parameter
         if not o1 or errors[str(self._base)].per_parameter <= limit:
             return {}  # O2 is where all charges are zero: no cut casts less
-        charged = Derivatives(self._subject, str(self._base), str(self._o1))
+        charged = Charges(self._subject, str(self._base), str(self._o1))
         aim = (limit / o1) ** 2
         found: dict[str, float] = {}
         for _ in range(2):
@@ -143,7 +136,7 @@ class _Search:
             aim *= (limit / report[cut.name].per_parameter) ** 2 * 0.98
         return found
 
-    def _bisect(self, charged: Derivatives, aim: float) -> _Cut | None:
+    def _bisect(self, charged: Charges, aim: float) -> _Cut | None:
         """Return the cut of the smallest lambda that is predicted to be within an aim; None where none is."""
         low, high = -2.0, 2.0
         for _ in range(_STEPS):
@@ -155,7 +148,7 @@ class _Search:
         within = [cut for cut in self._cuts if cut.square <= aim]
         return min(within, key=lambda cut: cut.weight) if within else None
 
-    def _cut(self, charged: Derivatives, weight: float) -> _Cut:
+    def _cut(self, charged: Charges, weight: float) -> _Cut:
         """Return the cut of a lambda, made once; lambda is in units of the bytes that O1 casts."""
         known = next((cut for cut in self._cuts if cut.weight == weight), None)
         if known is not None:
@@ -205,16 +198,10 @@ def _nothing_keeps(limit: float, errors: Iterable[Errors]) -> str:
     )
 
 
-Pair = tuple[Tensor, Tensor]
+class Charges:
+    """The error that each rounding makes, for any colouring: of every value, and of every read of one.
 
-
-class Derivatives:
-    """How much each rounding adds to the errors, for any colouring: V of every value, and of every read of one.
-
-    V counts 0.2 times the variance of the loss and 0.8 times that of the gradients, each in units of O1's whole. The
-    gradients' is along a random direction v, in which each parameter counts alike: to first order the variance of v.dg
-    is the sum of gdot^2 ulp(t)^2/12 + tdot^2 ulp(g)^2/12, where a dot is the derivative along v of a value t, or of its
-    gradient g. Its step is as long as roundings move values, so that masks of ReLU flip as they do.
+    It is 0.2 times the variance of the loss and 0.8 times that of the gradients, each in units of a policy's whole.
 
     Args:
         subject: the model and its batches.
@@ -222,129 +209,26 @@ class Derivatives:
         unit: the policy whose error is the unit.
 
     Attributes:
-        values: V of the result of each node, by key.
-        casts: V of the cast of a value for one reader, by the keys of the reader and of the value.
+        values: of the result of each node, by key.
+        casts: of the cast of a value for one reader, by the keys of the reader and of the value.
         bytes: that the casts of the unit move.
     """
 
     def __init__(self, subject: Subject, name: str, unit: str) -> None:
-        self._subject, self._name = subject, name
-        self._low = subject.policy(name).dtype or torch.bfloat16
-        self._generator = torch.Generator(subject.device).manual_seed(0)
-        losses, gradients = dict[Any, float](), dict[Any, float]()
-        for batch in subject.given.batches[:_LOOKED_AT]:
-            direction, step = self._direction(batch)
-            with _moved(subject, direction, step):
-                ahead = self._pairs(batch)
-            with _moved(subject, direction, -step):
-                behind = self._pairs(batch)
-            for place in ahead.keys() & behind.keys():
-                _add(losses, gradients, place, ahead[place], behind[place], step, self._low, subject.scale(unit))
-        whole = [self._sum(unit, found) or 1.0 for found in (losses, gradients)]
-        found = {key: _LOSS * losses[key] / whole[0] + _GRADIENT * gradients.get(key, 0.0) / whole[1] for key in losses}
-        self.values = {key: v for key, v in found.items() if isinstance(key, str)}
-        self.casts = {key: v for key, v in found.items() if isinstance(key, tuple)}
+        found = Derivatives(subject, name)
+        self._sites = found.sites
+        gradients = {at: v + found.backward[at] for at, v in found.forward.items()}
+        whole = [self._sum(unit, by) or 1.0 for by in (found.losses, gradients)]
+        self._found = {
+            at: _LOSS * v / whole[0] + _GRADIENT * gradients[at] / whole[1] for at, v in found.losses.items()
+        }
+        self.values = {key: v for key, v in self._found.items() if isinstance(key, str)}
+        self.casts = {key: v for key, v in self._found.items() if isinstance(key, tuple) and len(key) == 2}
         self.bytes = subject.casts(unit, subject.given.batches[0])[1]
 
     def predicted(self, name: str) -> float:
         """Return the square of the error of a policy, in units of that of the unit."""
-        return self._sum(name, self.values | self.casts)
+        return self._sum(name, self._found)
 
     def _sum(self, name: str, found: Mapping[Any, float]) -> float:
-        """Add up what a policy rounds: results, and casts for their low readers."""
-        total, seen = [0.0], set[Any]()
-
-        def at(site: Site, value: Tensor) -> Tensor:
-            keys = site.reads if site.part == "cast" else [site.key] if site.rounds and not site.part else []
-            for key in keys:
-                if key not in seen:
-                    seen.add(key)
-                    total[0] += found.get(key, 0.0)
-            return value
-
-        self._subject.emulated(name, self._subject.given.batches[0], at, backward=False)
-        return total[0]
-
-    def _direction(self, batch: Any) -> tuple[dict[str, Tensor], float]:
-        """Return a random direction in which each parameter's gradient counts alike, and how far to go along it."""
-        plain, values = self._values(batch)
-        norms: dict[str, float] = {}
-        squared(plain.gradients, norms)
-        direction = {
-            name: torch.randn(p.shape, generator=self._generator, device=p.device) / norms[name] ** 0.5
-            for name, p in self._subject.parameters.items() if name in living(norms)
-        }  # fmt: skip
-        size = sum(float(p.detach().square().sum()) for p in self._subject.parameters.values()) ** 0.5
-        first = 1e-4 * size / max(sum(float(v.square().sum()) for v in direction.values()) ** 0.5, 1e-30)
-        with _moved(self._subject, direction, first):
-            moved = self._values(batch, backward=False)[1]
-        noisy = self._values(batch, random=True, backward=False)[1]
-        ratios = [
-            float((noisy[key] - t).norm() / (moved[key] - t).norm())
-            for key, t in values.items() if bool((moved[key] != t).any()) and bool((noisy[key] != t).any())
-        ]  # fmt: skip
-        middle = sorted(ratios)[len(ratios) // 2] if ratios else 1.0
-        return direction, first * middle / math.sqrt(2)
-
-    def _values(self, batch: Any, *, random: bool = False, backward: bool = True) -> tuple[Any, dict[Node, Tensor]]:
-        """Run a step; return it, and the value of each node that rounds; rounded at random where that is asked."""
-        values: dict[Node, Tensor] = {}
-
-        def at(site: Site, value: Tensor) -> Tensor:
-            if random and site.rounds and site.part != "scores":
-                value = rounded(value, self._low, self._generator)
-            if site.rounds and not site.part:
-                values[site.node] = value.detach().clone()
-            return value
-
-        return self._subject.emulated(self._name, batch, at, backward=backward), values
-
-    def _pairs(self, batch: Any) -> dict[Any, Pair]:
-        """Run a step that rounds nothing; return each value, and each read of one, with its gradient."""
-        found: dict[Any, Pair] = {}
-
-        def keep(key: Any, value: Tensor, writes: bool) -> None:
-            held = value.detach().clone() if writes else value.detach()
-            value.register_hook(lambda grad: None if grad is None else found.update({key: (held, grad.detach())}))
-
-        def at(site: Site, value: Tensor) -> Tensor:
-            if value.requires_grad and not site.part:
-                keep(site.key, value, site.writes)
-            return value
-
-        def read(reader: str, source: str, value: Tensor) -> Tensor:
-            value = value.view_as(value) if value.requires_grad else value.detach().requires_grad_()
-            keep((reader, source), value, False)
-            return value
-
-        self._subject.emulated(self._name, batch, at, read=read)
-        return found
-
-
-def _add(
-    losses: dict[Any, float], gradients: dict[Any, float], place: Any, ahead: Pair, behind: Pair, step: float,
-    low: torch.dtype, scale: float,
-) -> None:  # fmt: skip
-    """Add what one rounding moves the loss, and the gradients along the direction, by the two runs on either side.
-
-    A gradient is rounded as it is with the scale of the loss.
-    """
-    (t, g), (t0, g0) = ahead, behind
-    if t.shape != t0.shape or g.shape != g0.shape:
-        return  # a choice has changed a size
-    value, gradient = t / 2 + t0 / 2, (g + g0) / 2
-    along = torch.where(t == t0, 0.0, t - t0)  # a mask's infinity is the same on both sides
-    forward, backward = ulp(value, low), ulp(gradient.contiguous() * scale, low) / scale
-    losses[place] = losses.get(place, 0.0) + float((gradient * forward).square().sum()) / 12
-    moved = ((g - g0) * forward).square().sum() + (along * backward).square().sum()
-    gradients[place] = gradients.get(place, 0.0) + float(moved) / (12 * (2 * step) ** 2)
-
-
-@contextlib.contextmanager
-def _moved(subject: Subject, direction: Mapping[str, Tensor], step: float) -> Iterator[None]:
-    """Move the parameters along a direction inside."""
-    with kept(subject.parameters.values()):
-        with torch.no_grad():
-            for name, v in direction.items():
-                subject.parameters[name].add_(v, alpha=step)
-        yield
+        return sum(found.get(at, 0.0) for at in {at for site in self._sites(name) for at in keys_of(site)})

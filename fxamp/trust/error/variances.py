@@ -147,11 +147,14 @@ class Unrounded:
         sums.end()
         return ran
 
+    def base(self, name: str) -> str:
+        """Return the policy whose graphs are run for a policy."""
+        return next(base for base, served in self.runs.items() if name in served)
+
     def moved(self, name: str) -> list[Moved]:
         """Return what each rounding of a policy moves, over all batches that were run."""
-        base = next(base for base, served in self.runs.items() if name in served)
         places = self._places[name]
-        sums = [one.found(places.low) for one in self._sums[base]]
+        sums = [one.found(places.low) for one in self._sums[self.base(name)]]
         made = []
         for place, site in places.rounded.items():
             variance, signed, lost, below, updates = zip(*(one.get(place, _NOTHING) for one in sums), strict=True)

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxamp
+from fxamp.trust.error.derivatives import Derivatives
+from fxamp.trust.error.estimate import estimated
 from fxamp.trust.error.runs import Ran, Subject
 from fxamp.trust.given_step import given_step
 from reports.zoo import BY_NAME
@@ -39,6 +41,38 @@ def test_predictions_are_near_measurements_on_other_batches(name: str) -> None:
         assert ours.increase == pytest.approx(ours.loss**2 / 2)
         assert {node.key for node in ours.nodes} <= {d.key for d in fxamp.plan(
             model, *zoo.inputs(3), policy=f"{policy},dtype=bf16").decisions}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt", *(pytest.param(n, marks=pytest.mark.matrix) for n in ("hf_bert", "hf_llama", "hf_vit"))]
+)
+def test_what_nodes_add_to_the_error_of_gradients_is_the_whole(name: str) -> None:
+    zoo = BY_NAME[name]
+    subject = Subject(given_step(zoo.build().eval(), batches=batches(name, 2), loss=zoo.loss))
+    derived = Derivatives(subject, "O2")
+    for policy in ("O1", "O2"):
+        found = estimated(subject, (policy,), gradients="nodes")[policy]
+        variance = sum(derived.gradients(derived.sites(policy))) / 2  # of two batches
+        assert (variance / len(found.parameters)) ** 0.5 == pytest.approx(found.per_parameter, rel=0.15)
+        assert sum(node.gradient or 0 for node in found.nodes) == pytest.approx(1)
+        assert sum(found.by("module", of="gradient").values()) == pytest.approx(1)
+        assert found.nodes[0].key in str(found)
+
+
+def test_nodes_add_to_the_error_of_gradients_what_they_alone_make_of_it() -> None:
+    """The first layer alone is low: an override keeps the others FP32, so only its roundings are left."""
+    zoo = BY_NAME["gpt"]
+    model = zoo.build().eval()
+    policies = ("O1", "O1,modules.head=fp32")
+    found = fxamp.estimate_error(model, batches=batches("gpt", 2), loss=zoo.loss, policies=policies, gradients="nodes")
+    head = found["O1"].by("module", of="gradient")["head"]
+    kept = (found[policies[1]].per_parameter / found["O1"].per_parameter) ** 2
+    assert 1 - kept == pytest.approx(head, abs=0.1)
+
+
+def test_another_kind_of_gradients_is_refused() -> None:
+    with pytest.raises(fxamp.PolicyError, match='True, False or "nodes"'):
+        fxamp.estimate_error(nn.Linear(4, 2), torch.randn(3, 4), loss=torch.sum, gradients="lines")
 
 
 def test_autocast_is_predicted_as_o1_and_dead_parameters_are_listed() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 import fxamp
 from fxamp.trust.error.runs import Subject
-from fxamp.trust.error.tune import Derivatives
+from fxamp.trust.error.tune import Charges
 from fxamp.trust.given_step import given_step
 from passes.contract.plan import CERTIFICATE
 from reports.zoo import BY_NAME
@@ -101,7 +101,7 @@ class Counts(nn.Module):
 
 
 def test_values_that_are_read_for_integers_need_no_gradient() -> None:
-    charged = Derivatives(Subject(given_step(Counts(), X, Y, loss=CE)), "O2", "O1")
+    charged = Charges(Subject(given_step(Counts(), X, Y, loss=CE)), "O2", "O1")
     assert charged.predicted("O1") == pytest.approx(1)
     assert charged.values["b/linear#0"] > 0
 
@@ -121,7 +121,7 @@ class Masked(nn.Module):
 
 
 def test_scores_that_a_mask_makes_infinite_are_charged_nothing() -> None:
-    charged = Derivatives(Subject(given_step(Masked(), X, Y, loss=CE)), "O2", "O1")
+    charged = Charges(Subject(given_step(Masked(), X, Y, loss=CE)), "O2", "O1")
     found = [*charged.values.values(), *charged.casts.values()]
     assert found
     assert all(v < 1e6 for v in found)
