@@ -40,8 +40,9 @@ import fxamp  # noqa: E402
 from fxamp.trust.calibration import ROOM  # noqa: E402
 from fxamp.trust.distance import floats  # noqa: E402
 from fxamp.trust.error.emulation import Site  # noqa: E402
-from fxamp.trust.error.estimate import estimated, rounded  # noqa: E402
+from fxamp.trust.error.estimate import estimated  # noqa: E402
 from fxamp.trust.error.report import ErrorReport, Tally, squared  # noqa: E402
+from fxamp.trust.error.rounding import rounded  # noqa: E402
 from fxamp.trust.error.runs import POLICIES, Subject  # noqa: E402
 from fxamp.trust.error.verify import measured  # noqa: E402
 from fxamp.trust.given_step import given_step  # noqa: E402
@@ -146,12 +147,13 @@ def tuned(name: str, times: float | None) -> Row:
     """Tune one model at a multiple of autocast's error (None: at 0.02), and measure on batches that it did not see."""
     model, loss, batch = given(name)
     seen, others = _pairs(batch(i) for i in range(SEEN)), _pairs(batch(SEEN + i) for i in range(OTHERS))
-    policies = ("autocast,dtype=bf16", "O1,dtype=bf16,output_dtype=autocast")
+    policies = ("autocast,dtype=bf16", "O1,dtype=bf16")
     found = fxamp.verify(model, batches=others, loss=loss, policies=policies)
     autocast, o1 = (found[p] for p in policies)
     near = fxamp.verify(model, batches=seen, loss=loss, policies=policies[0])[policies[0]].per_parameter
     tolerance: Any = 0.02 if times is None else "autocast" if times == 1 else near * times
-    row: Row = {"model": name, "times": times, "autocast": _costs(autocast), "o1": _costs(o1)}
+    kept = fxamp.verify(model, batches=others[:1], loss=loss, policies="O1,dtype=bf16,output_dtype=autocast")
+    row: Row = {"model": name, "times": times, "autocast": _costs(autocast), "o1": _costs(o1, kept)}
     started = time.perf_counter()
     try:
         plan = fxamp.tune(
@@ -161,7 +163,9 @@ def tuned(name: str, times: float | None) -> Row:
         return {**row, "refused": str(error)}
     seconds = time.perf_counter() - started
     errors = fxamp.verify(fxamp.convert(model, plan=plan, check=False), batches=others, loss=loss).policies[1]
-    return {**row, "tuned": _costs(errors), "level": str(plan.policy)[:2],
+    low = replace(plan, policy=replace(plan.policy, output_dtype="autocast"))
+    kept = fxamp.verify(fxamp.convert(model, plan=low, check=False), batches=others[:1], loss=loss)
+    return {**row, "tuned": _costs(errors, kept), "level": str(plan.policy)[:2],
             "tolerance": plan.certificate["tolerance"], "certified": plan.certificate["measured"],
             "seconds": round(seconds, 1)}  # fmt: skip
 
@@ -284,8 +288,10 @@ def cost() -> list[Row]:
     return [{"of": name, "steps": round(least[name] / least["plain"], 1)} for name in runs]
 
 
-def _costs(errors: Any) -> list[Any]:
-    return [errors.per_parameter, errors.casts, errors.cast_bytes]
+def _costs(errors: Any, kept: ErrorReport | None = None) -> list[Any]:
+    """Return an error, and the casts and bytes of a step; where outputs are kept low, as autocast does, if given."""
+    costs = errors if kept is None else kept.policies[1]
+    return [errors.per_parameter, costs.casts, costs.cast_bytes]
 
 
 # Runs.
@@ -510,8 +516,9 @@ def _tuned(rows: Sequence[Row]) -> str:
     fewer = [sum(r["tuned"][i] <= min(r["autocast"][i], r["o1"][i]) for r in done) for i in (1, 2)]
     said = (
         f"Errors are RMS over parameters, on {OTHERS} batches that tune did not see: at most autocast's on {kept[0]} "
-        f"of {len(done)}, at most 1.02 times it on {kept[1]}, 1.1 times on {kept[2]}. Casts are at most those of "
-        f"autocast and of O1 on {fewer[0]}, their bytes on {fewer[1]}."
+        f"of {len(done)}, at most 1.02 times it on {kept[1]}, 1.1 times on {kept[2]}. Casts, "
+        f"those that restore an output apart, are at most those of autocast and of O1 on {fewer[0]}, their bytes on "
+        f"{fewer[1]}."
     )
     return f"{tabulate(cells, head, 'pipe', disable_numparse=True)}\n\n{said}"
 

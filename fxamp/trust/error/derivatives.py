@@ -107,8 +107,8 @@ class Derivatives:
             float((noisy[key] - t).norm() / (moved[key] - t).norm())
             for key, t in values.items() if bool((moved[key] != t).any()) and bool((noisy[key] != t).any())
         ]  # fmt: skip
-        middle = sorted(ratios)[len(ratios) // 2] if ratios else 1.0
-        return direction, first * middle / math.sqrt(2)
+        finite = sorted(filter(math.isfinite, ratios))  # a mask has no distance
+        return direction, first * (finite[len(finite) // 2] if finite else 1.0) / math.sqrt(2)
 
     def _values(self, batch: Batch, *, random: bool = False, backward: bool = True) -> tuple[Ran, dict[Node, Tensor]]:
         """Run a step; return it, and the value of each node that rounds; rounded at random where that is asked."""
