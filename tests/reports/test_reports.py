@@ -23,6 +23,7 @@ from passes.contract.plan import Plan
 from passes.contract.reasons import DEVIATIONS
 from reports import (
     accuracy,
+    advice,
     architectures,
     casts,
     compiled_step,
@@ -384,3 +385,17 @@ def test_the_models_of_the_readme_are_predicted_as_it_says() -> None:
     assert all(
         1 / factor <= ratio <= factor for ratio in error.ratios([r for r in rows if not error.at_floor(r)], "loss")
     )
+
+
+def test_regret_is_measured_over_what_the_advice_allows() -> None:
+    def option(name: str, seconds: float, error: float) -> dict[str, Any]:
+        return {"name": name, "seconds": seconds, "gradient": error}
+
+    options = [option("FP32", 1.0, 0.0), option("autocast", 0.9, 0.01), option("O1", 0.8, 0.01), option("O3", 0.5, 0.5)]
+    asked = {"recommended": "O1", "reason": "", "options": options}
+    times = {"FP32": (1.0, 0.0), "autocast": (0.8, 0.01), "O1": (0.9, 0.01), "O3": (0.4, 0.0)}
+    found = advice.judged("net", asked, times)
+    assert (found["fastest"], found["allowed"]) == ("autocast", 0.03)
+    assert found["regret"] == pytest.approx(0.125)
+    assert "on 0 of 1 models" in advice.to_markdown([found])
+    assert advice.judged("net", {**asked, "recommended": "autocast"}, times)["regret"] == 0
