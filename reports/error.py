@@ -156,9 +156,7 @@ def tuned(name: str, times: float | None) -> Row:
     row: Row = {"model": name, "times": times, "autocast": _costs(autocast), "o1": _costs(o1, kept)}
     started = time.perf_counter()
     try:
-        plan = fxamp.tune(
-            model, batches=seen, loss=loss, tolerance=tolerance, policy="O2,dtype=bf16,output_dtype=autocast"
-        )
+        plan = fxamp.tune(model, batches=seen, loss=loss, tolerance=tolerance, policy="O2,dtype=bf16")
     except fxamp.PolicyError as error:
         return {**row, "refused": str(error)}
     seconds = time.perf_counter() - started
