@@ -39,6 +39,7 @@ sys.path.insert(0, str(HERE.parent))
 import fxamp  # noqa: E402
 from fxamp.trust.calibration import ROOM  # noqa: E402
 from fxamp.trust.distance import floats  # noqa: E402
+from fxamp.trust.error.derivatives import Derivatives  # noqa: E402
 from fxamp.trust.error.emulation import Site  # noqa: E402
 from fxamp.trust.error.estimate import estimated  # noqa: E402
 from fxamp.trust.error.report import ErrorReport, Tally, squared  # noqa: E402
@@ -168,6 +169,19 @@ def tuned(name: str, times: float | None) -> Row:
             "seconds": round(seconds, 1)}  # fmt: skip
 
 
+def attributed(name: str) -> list[Row]:
+    """Return the root of the sum of what nodes add to the variance of the gradients, beside the error as a whole."""
+    model, loss, batch = given(name)
+    subject = Subject(given_step(model, batches=_pairs(batch(i) for i in range(2)), loss=loss))
+    derived, rows = Derivatives(subject, "O2,dtype=bf16"), []
+    for level in LEVELS:
+        policy = f"{level},dtype=bf16"
+        whole = estimated(subject, (policy,))[policy]
+        mean = sum(derived.gradients(derived.sites(policy))) / (2 * len(whole.parameters))
+        rows.append({"model": name, "level": level, "sum": mean**0.5, "whole": whole.per_parameter})
+    return rows
+
+
 def three(name: str) -> list[Row]:
     """Predict what O1 would give with FP16 where calibrated ranges allow it and BF16 elsewhere, and what it would cost.
 
@@ -275,6 +289,7 @@ def cost() -> list[Row]:
     runs: dict[str, Callable[[], Any]] = {
         "plain": plain, "loss": partial(estimated, subject, POLICIES, gradients=False),
         "with gradients": partial(estimated, subject, POLICIES),
+        "with nodes": partial(estimated, subject, POLICIES, gradients="nodes"),
     }  # fmt: skip
     taken: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(6):
@@ -305,6 +320,7 @@ def jobs() -> list[tuple[str, Callable[[], list[Row]]]]:
     listed: list[tuple[str, Callable[[], list[Row]]]] = [("cost", cost)]
     tunes = [(n, 1.0) for n in CURVES] + [(n, t) for n in CURVES for t in TOLERANCES[1:]]
     tunes += [(n, 1.0) for n in ("Qwen3ForCausalLM", *order[:TUNED]) if n not in CURVES]
+    listed += [(f"nodes {name}", partial(attributed, name)) for name in CURVES]
     for at, name in enumerate(order):
         listed.append((f"bf16 {name}", partial(case, name, "bf16")))
         if at % 4 == 3:
@@ -421,14 +437,13 @@ def at_floor(row: Row) -> bool:
 
 def write(data: Mapping[str, Any]) -> None:
     """Write `error.md` and `error.svg`."""
-    rows = [
-        row for key, found in data["rows"].items() if not key.startswith(("tune", "cost", "three")) for row in found
-    ]
+    rows = [row for key, found in data["rows"].items() if key.startswith(("bf16", "fp16", "trained")) for row in found]
     steps = {row["of"]: row["steps"] for row in data["rows"].get("cost", [])}
     plain = [r for r in rows if r["dtype"] == "bf16" and not r["trained"]]
     fp16, trained = [r for r in rows if r["dtype"] == "fp16"], [r for r in rows if r["trained"]]
     tunes = [row for key, found in data["rows"].items() if key.startswith("tune") for row in found]
     mixed = [row for key, found in data["rows"].items() if key.startswith("three") for row in found]
+    nodes = [row for key, found in data["rows"].items() if key.startswith("nodes") for row in found]
     routers = sorted({r["model"] for r in rows if r["flips"]})
     floor = sorted({f"{r['model']} {r['level']}" for r in plain if at_floor(r)})
     references = sorted({r["model"] for r in plain if r["reference"] != "float64"})
@@ -444,8 +459,10 @@ def write(data: Mapping[str, Any]) -> None:
         f"{', '.join(routers) or 'none'}. Not run, for an error: "
         f"{'; '.join(f'{k} ({v.splitlines()[0][:120]})' for k, v in data['errors'].items()) or 'none'}.",
         "Furthest off:", worst(plain),
-        f"Of a BERT of 4 layers of width 256 a prediction of all four policies takes the CPU time of "
-        f"{steps.get('loss')} forwards and backwards in FP32 a batch, with gradients {steps.get('with gradients')}.",
+        "Of a BERT of 4 layers of width 256 a prediction of all four policies takes the CPU time of "
+        f"{steps.get('loss')} forwards and backwards in FP32 a batch, with gradients {steps.get('with gradients')}, and "
+        f"with the nodes that these come from {steps.get('with nodes')}.",
+        "## Gradients by node", _attributed(nodes),
         f"## FP16: {len({r['model'] for r in fp16})} models", table(fp16, routers),
         "## After 60 steps of training, beside the same models before", _trained(trained, plain),
         "## Tuned at the error of autocast", _tuned([t for t in tunes if t["times"] == 1.0]),
@@ -495,6 +512,14 @@ def _trained(rows: Sequence[Row], before: Sequence[Row]) -> str:
                               f"{_ratio(*r['gradient'][:2]):.2f}"))  # fmt: skip
     head = ("model", "level", "steps", "loss", "error of the loss", "predicted / measured", "error of the gradient",
             "predicted / measured")  # fmt: skip
+    return tabulate(cells, head, "pipe", disable_numparse=True)
+
+
+def _attributed(rows: Sequence[Row]) -> str:
+    cells = [
+        (r["model"], r["level"], f"{r['sum']:.2e}", f"{r['whole']:.2e}", f"{r['sum'] / r['whole']:.2f}") for r in rows
+    ]
+    head = ("model", "level", "sum over nodes", "whole, by random rounding", "sum / whole")
     return tabulate(cells, head, "pipe", disable_numparse=True)
 
 
