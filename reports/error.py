@@ -460,8 +460,8 @@ def write(data: Mapping[str, Any]) -> None:
         f"{'; '.join(f'{k} ({v.splitlines()[0][:120]})' for k, v in data['errors'].items()) or 'none'}.",
         "Furthest off:", worst(plain),
         "Of a BERT of 4 layers of width 256 a prediction of all four policies takes the CPU time of "
-        f"{steps.get('loss')} forwards and backwards in FP32 a batch, with gradients {steps.get('with gradients')}, and "
-        f"with the nodes that these come from {steps.get('with nodes')}.",
+        f"{steps.get('loss')} forwards and backwards in FP32 a batch, with gradients {steps.get('with gradients')}, "
+        f"and with the nodes that these come from {steps.get('with nodes')}.",
         "## Gradients by node", _attributed(nodes),
         f"## FP16: {len({r['model'] for r in fp16})} models", table(fp16, routers),
         "## After 60 steps of training, beside the same models before", _trained(trained, plain),
