@@ -52,7 +52,7 @@ from reports.made import made, sentence  # noqa: E402
 from reports.plot import scatter  # noqa: E402
 from reports.zoo import BY_NAME as ZOO  # noqa: E402
 
-SEED, EXAMPLES, SEEN, OTHERS = 34, 4, 3, 8
+SEED, EXAMPLES, SEEN, OTHERS, TUNED_ON = 34, 4, 3, 8, 6
 LEVELS = ("O1", "O2")
 TUNED, FIXED, TRAINED = 12, 20, ("zoo:gpt", "zoo:hf_vit", "zoo:resnet18")  # how many models, and which
 CURVES = ("zoo:hf_bert", "zoo:hf_gpt2", "zoo:hf_vit", "zoo:hf_llama", "zoo:hf_t5", "zoo:hf_resnet")
@@ -147,7 +147,7 @@ def _train(model: nn.Module, loss: Any, batch: Callable[[int], Any], steps: int)
 def tuned(name: str, times: float | None) -> Row:
     """Tune one model at a multiple of autocast's error (None: at 0.02), and measure on batches that it did not see."""
     model, loss, batch = given(name)
-    seen, others = _pairs(batch(i) for i in range(SEEN)), _pairs(batch(SEEN + i) for i in range(OTHERS))
+    seen, others = (_pairs(batch(at + i) for i in range(n)) for at, n in ((0, TUNED_ON), (TUNED_ON, OTHERS)))
     policies = ("autocast,dtype=bf16", "O1,dtype=bf16")
     found = fxamp.verify(model, batches=others, loss=loss, policies=policies)
     autocast, o1 = (found[p] for p in policies)
@@ -538,10 +538,10 @@ def _tuned(rows: Sequence[Row]) -> str:
     kept = [sum(r["tuned"][0] <= r["autocast"][0] * f for r in done) for f in (1.0, 1.02, 1.1)]
     fewer = [sum(r["tuned"][i] <= min(r["autocast"][i], r["o1"][i]) for r in done) for i in (1, 2)]
     said = (
-        f"Errors are RMS over parameters, on {OTHERS} batches that tune did not see: at most autocast's on {kept[0]} "
-        f"of {len(done)}, at most 1.02 times it on {kept[1]}, 1.1 times on {kept[2]}. Casts, "
-        f"those that restore an output apart, are at most those of autocast and of O1 on {fewer[0]}, their bytes on "
-        f"{fewer[1]}."
+        f"Tuned on {TUNED_ON} batches. Errors are RMS over parameters, on {OTHERS} batches that tune did not see: at "
+        f"most autocast's on {kept[0]} of {len(done)}, at most 1.02 times it on {kept[1]}, 1.1 times on {kept[2]}. "
+        f"Casts, those that restore an output apart, are at most those of autocast and of O1 on {fewer[0]}, their "
+        f"bytes on {fewer[1]}."
     )
     return f"{tabulate(cells, head, 'pipe', disable_numparse=True)}\n\n{said}"
 

@@ -30,7 +30,7 @@ from .runs import AUTOCAST, Subject
 from .verify import measured
 
 _LOSS, _GRADIENT = 0.2, 0.8  # the parts of both errors in what is charged
-_ALIKE = 1.02  # errors that differ by less than this factor are equal: other batches move them by as much
+_MARGIN = 1.015  # by which a prediction has to be within the tolerance: other batches move errors by about as much
 _STEPS = 5  # of the bisection
 
 
@@ -52,9 +52,9 @@ def tune(
         loss: A function of the output, or, with a target, of output and target, that gives one element; None takes the
             output's `.loss`, or a 0-dim output.
         batches: Inputs, or pairs (inputs, target), in the place of `inputs`. The more, the less the plan fits one.
-        tolerance: The largest error, such as 0.02; "autocast" is that of `torch.autocast`, measured beside. Other
-            batches move an error by about a fiftieth, so a plan is taken only if its error is smaller by that; O1,
-            which has autocast's values, is within "autocast".
+        tolerance: The largest error, such as 0.02; "autocast" is that of `torch.autocast`, measured beside. A plan has
+            to be within it as measured, and as predicted with a margin of 1.5 %, since few batches are a draw of few;
+            O1, which has autocast's values, is within "autocast".
         policy: Its dtype, device and overrides hold; None is "O2".
 
     Returns:
@@ -106,35 +106,39 @@ class _Search:
         floor = errors.pop("FP32").per_parameter
         if limit <= floor:
             raise PolicyError(f"tolerance={limit:.2g} is not above the error of FP32 itself, {floor:.2g}.")
-        predicted = self._search(errors, limit / _ALIKE)
-        within = [e for e in errors.values() if e.per_parameter <= limit / _ALIKE]
+        predicted = self._search(errors, limit)
+        within = [
+            e for e in errors.values()
+            if max(e.per_parameter, predicted.get(e.policy, e.per_parameter) * _MARGIN) <= limit
+        ]  # fmt: skip
         o1 = errors[str(self._o1)]
-        if tolerance == AUTOCAST and o1.per_parameter <= autocast * _ALIKE:
-            within.append(o1)
+        if tolerance == AUTOCAST and o1.per_parameter <= autocast * _MARGIN and o1 not in within:
+            within.append(o1)  # it has autocast's values, but for deviations
         if not within:
             raise PolicyError(_nothing_keeps(limit, errors.values()))
         best = min(within, key=lambda e: (e.cast_bytes or 0, e.casts or 0))
-        limit = max(limit, best.per_parameter)  # O1 may have deviations
+        limit = max(limit, best.per_parameter)
         return self._certified(best, limit, predicted.get(best.policy), len(self._subject.given.batches), errors)
 
     def _search(self, errors: dict[str, Errors], limit: float) -> dict[str, float]:
         """Measure the cut that is predicted to be within a limit, and once more where it is not; return predictions."""
-        o1 = errors[str(self._o1)].per_parameter
-        if not o1 or errors[str(self._base)].per_parameter <= limit:
-            return {}  # O2 is where all charges are zero: no cut casts less
-        charged = Charges(self._subject, str(self._base), str(self._o1))
-        aim = (limit / o1) ** 2
-        found: dict[str, float] = {}
+        o1, base = errors[str(self._o1)].per_parameter, str(self._base)
+        if not o1:
+            return {}
+        charged = Charges(self._subject, base, str(self._o1))
+        predicted, aim = {base: o1 * charged.predicted(base) ** 0.5}, limit / _MARGIN
+        if predicted[base] <= aim and errors[base].per_parameter <= limit:
+            return predicted  # O2 is where all charges are zero: no cut casts less
         for _ in range(2):
-            cut = self._bisect(charged, aim)
+            cut = self._bisect(charged, (aim / o1) ** 2)
             if cut is None or cut.name in errors:
                 break
-            report = measured(self._subject, (cut.name,))
-            errors[cut.name], found[cut.name] = report[cut.name], o1 * cut.square**0.5
-            if report[cut.name].per_parameter <= limit:
+            errors[cut.name] = found = measured(self._subject, (cut.name,))[cut.name]
+            predicted[cut.name] = o1 * cut.square**0.5
+            if found.per_parameter <= limit:
                 break
-            aim *= (limit / report[cut.name].per_parameter) ** 2 * 0.98
-        return found
+            aim *= limit / found.per_parameter * 0.99
+        return predicted
 
     def _bisect(self, charged: Charges, aim: float) -> _Cut | None:
         """Return the cut of the smallest lambda that is predicted to be within an aim; None where none is."""
