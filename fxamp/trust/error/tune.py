@@ -113,7 +113,7 @@ class _Search:
         ]  # fmt: skip
         o1 = errors[str(self._o1)]
         if tolerance == AUTOCAST and o1.per_parameter <= autocast * _MARGIN and o1 not in within:
-            within.append(o1)  # it has autocast's values, but for deviations
+            within.insert(0, o1)  # it has autocast's values, but for deviations, and is taken where none casts less
         if not within:
             raise PolicyError(_nothing_keeps(limit, errors.values()))
         best = min(within, key=lambda e: (e.cast_bytes or 0, e.casts or 0))
