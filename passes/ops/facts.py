@@ -26,8 +26,6 @@ from ..contract.policy import dtype_name
 from . import ops
 from .rules import COMPOSITE, LOW, Rule, lookup, row_named
 
-NAMES = ("fp32_internal", "fp32_backward", "rounds_once", "scatters", "commutes_forward", "commutes_backward")
-
 
 @dataclass(frozen=True)
 class Facts:
@@ -107,14 +105,10 @@ def facts(name: str, device: str, low: torch.dtype, **static: Any) -> Facts:
     variants = {key: set(by_low.get(dtype_name(low), ())) for key, by_low in table.get(base, {}).items()}
     wanted = static_key({k: static[k] for k in statics(base, device) if k in static})
     if wanted in variants:
-        return _facts(variants[wanted], "measured" if measured else "assumed")
+        return Facts(**dict.fromkeys(variants[wanted], True), status="measured" if measured else "assumed")
     if variants:
-        return _facts(set.intersection(*variants.values()), "assumed")
+        return Facts(**dict.fromkeys(set.intersection(*variants.values()), True))
     return Facts(commutes_forward=row.commutes != "", commutes_backward=row.commutes == "both")
-
-
-def _facts(names: set[str], status: str) -> Facts:
-    return Facts(**{name: name in names for name in NAMES}, status=status)
 
 
 def facts_of(node: Node, device: str, low: torch.dtype) -> Facts:
