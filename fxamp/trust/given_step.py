@@ -8,6 +8,7 @@ batches   an iterable of inputs or of (inputs, target), in the place of `inputs`
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -44,12 +45,26 @@ class GivenStep:
     loss: Loss = None
     step: Any = None
 
-    def run(self, model: nn.Module, batch: Batch) -> tuple[Any, Tensor]:
-        """Run a model on copies of the inputs of one batch; return the output, and the loss as a tensor of one element.
+    @property
+    def example(self) -> tuple[Any, Any]:
+        """The inputs of the first batch, as positional and as keyword inputs of `convert`."""
+        inputs = self.batches[0][0]
+        return (None, inputs) if isinstance(inputs, Mapping) else (inputs, None)
 
-        Args:
-            model: the model of this step, or another one that is called alike.
-            batch: one of `batches`.
+    def scale(self, asked: float | None) -> float:
+        """Return the loss scale that is asked for; None is that of the TrainStep, else 1.
+
+        Raises:
+            PolicyError: it is not a finite number above 0.
+        """
+        if asked is None:
+            return float(self.step.scaler.get_scale()) if self.step is not None else 1.0
+        if not isinstance(asked, (int, float)) or isinstance(asked, bool) or not 0 < asked < math.inf:
+            raise PolicyError(f"scale is a loss scale, a finite number above 0, not {asked!r}.")
+        return float(asked)
+
+    def run(self, model: nn.Module, batch: Batch) -> tuple[Any, Tensor]:
+        """Run a model, or one that is called alike, on copies of the inputs of one batch; return output and loss.
 
         Raises:
             PolicyError: there is no loss, or it has more elements than one.
@@ -63,14 +78,7 @@ def given_step(
     model_or_step: Any, inputs: Any = None, target: Any = None, *, loss: Loss = None,
     batches: Iterable[Any] | None = None,
 ) -> GivenStep:  # fmt: skip
-    """Read what a diagnostic is given.
-
-    Args:
-        model_or_step: a module or a TrainStep.
-        inputs: a tensor or a tuple for `model(*inputs)`, or a mapping for `model(**inputs)`.
-        target: the second argument of the loss.
-        loss: a function of the output, or, with a target, of output and target; None takes the output's own.
-        batches: inputs, or pairs (inputs, target); a pair whose second member the model takes is written as a mapping.
+    """Read what a diagnostic is given; among `batches` two inputs of a model are written as a mapping.
 
     Raises:
         NotAModuleError: there is no model.

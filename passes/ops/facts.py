@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,9 @@ class Facts:
     commutes_forward: bool = False
     commutes_backward: bool = False
     status: str = "assumed"
+
+
+NAMES = tuple(f.name for f in fields(Facts) if f.name != "status")
 
 
 @dataclass(frozen=True)

@@ -154,13 +154,7 @@ def census(model_or_step: Any, inputs: Any, target: Any = None, *, loss: Callabl
 
 
 def census_of(model: nn.Module, parts: Mapping[str, nn.Module], step: Step) -> Census:
-    """Return what was seen in a step, compared with the plan.
-
-    Args:
-        model: the model that ran.
-        parts: the views and converted graphs in it, by path.
-        step: the step that was watched.
-    """
+    """Return what was seen in a step of a model, compared with the plans of its parts: views and graphs, by path."""
     watch = step.watch
     ledgers = ledgers_of(watch)
     rows = rows_of(watch, ledgers)

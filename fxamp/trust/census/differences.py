@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.fx import GraphModule, Node
 
+from passes.contract.policy import dtype_name
 from passes.graph.notes import is_inserted
 from passes.graph.values import LOW_DTYPES
 
@@ -17,7 +17,7 @@ from ...capture import recompile_limit
 from ..watch import Place, Seen, Sum, Watch
 from .rows import Ledger, is_cast, planned_dtypes
 
-_LOW = tuple(str(dtype).removeprefix("torch.") for dtype in LOW_DTYPES)
+_LOW = tuple(map(dtype_name, LOW_DTYPES))
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,7 @@ class Difference:
 
 
 def differences_of(watch: Watch, ledgers: Sequence[Ledger], views: Mapping[str, Any], whole: bool) -> list[Difference]:
-    """Return all that did not run as planned, by where it is.
-
-    Args:
-        watch: what was seen.
-        ledgers: the graphs that ran.
-        views: the runners of the views in the model, by path.
-        whole: the model as a whole was compiled in place.
-    """
+    """Return all that did not run as planned, of the views in a model, or of the whole model, compiled in place."""
     found = [d for ledger in ledgers for d in _of_graph(ledger)]
     found += of_products(watch, ledgers)[0]
     found += _outside(watch, ledgers, views, whole)
@@ -203,23 +196,15 @@ def _why(seen: Seen, ops: Iterable[tuple[Seen, Sum]], watch: Watch, ledgers: Seq
 def _uncaptured(watch: Watch, views: Mapping[str, Any]) -> Iterator[Difference]:
     """Yield the views that did not run their plan, or were not called."""
     for model, why in watch.missed:
-        yield Difference("uncaptured", _name(model), "a captured graph", "a call without it", why)
+        yield Difference("uncaptured", type(model).__name__, "a captured graph", "a call without it", why)
     for path, runner in views.items():
         if not any(entered is runner for entered in watch.entered):
-            yield Difference("uncaptured", path or _name(runner.model), "a call of the view", "", "it was not called")
-
-
-def _name(model: nn.Module) -> str:
-    return type(model).__name__
+            where = path or type(runner.model).__name__
+            yield Difference("uncaptured", where, "a call of the view", "", "it was not called")
 
 
 def odd_products(watch: Watch, where: Mapping[Seen, str]) -> list[Difference]:
-    """Return, for a model without a plan, the products that ran in another dtype than most FLOPs did.
-
-    Args:
-        watch: what was seen.
-        where: how each place is called.
-    """
+    """Return, for a model without a plan, the products that ran in another dtype than most FLOPs did."""
     products = {seen: total for seen, total in watch.sums.items() if seen.product and seen.operands}
     flops: dict[str, int] = {}
     for seen, total in products.items():

@@ -171,7 +171,7 @@ class Emulation(Interpreter):
             return pytree.tree_map(_wide, super().run_node(n))
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         args, kwargs = pytree.tree_map(_without_low, (args, kwargs))
-        if self._decides is not None and _chooses(n) and _is_fp32(args[0]):
+        if self._decides is not None and _chooses(n) and is_fp32(args[0]):
             count, dim = self._value(ops.argument(n, "k", 1)), self._value(ops.argument(n, "dim"))
             dim = -1 if dim is None and ops.name(n) == "topk" else dim
             self._decides(self._sites.keys[n], args[0].detach(), count, dim)
@@ -199,7 +199,7 @@ class Emulation(Interpreter):
             return args, kwargs
         for o in n.all_input_nodes:
             value = self.env[o]
-            if _is_fp32(value) and id(value) not in made and not self._sites.is_written(o):
+            if is_fp32(value) and id(value) not in made and not self._sites.is_written(o):
                 seen = read(reader, self._sites.source(o), value)
                 made[id(value)] = seen if _is_float(n.meta.get("val")) else seen.detach()  # which gets no gradient
         return pytree.tree_map(lambda v: made.get(id(v), v), (args, kwargs))
@@ -242,7 +242,7 @@ class Emulation(Interpreter):
 
         def planned(operand: Node) -> Any:
             value, val = self.env[operand], operand.meta.get("val")
-            return value.to(val.dtype) if _is_fp32(value) and isinstance(val, Tensor) else value
+            return value.to(val.dtype) if is_fp32(value) and isinstance(val, Tensor) else value
 
         return getattr(self, n.op)(n.target, map_arg(n.args, planned), map_arg(n.kwargs, planned))
 
@@ -358,7 +358,8 @@ def _is_float(value: Any) -> bool:
     return any(isinstance(v, Tensor) and v.is_floating_point() for v in pytree.tree_leaves(value))
 
 
-def _is_fp32(value: Any) -> bool:
+def is_fp32(value: Any) -> bool:
+    """Say whether a value is a tensor in FP32."""
     return isinstance(value, Tensor) and value.dtype == torch.float32
 
 

@@ -52,13 +52,7 @@ def verify(
 
 
 def measured(subject: Subject, names: Sequence[str], *, values: bool = False) -> ErrorReport:
-    """Measure the errors of policies.
-
-    Args:
-        subject: the model and its batches.
-        names: of the policies.
-        values: compare the value of each node too, on the first batch.
-    """
+    """Measure the errors of policies; with `values` that of each node's value too, on the first batch."""
     named, reference = subject.reference()
     names = (FP32, *names)
     tallies = {name: Tally() for name in names}

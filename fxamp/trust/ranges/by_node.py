@@ -6,14 +6,13 @@ After:  watch.node(nodes, linear); watch.node(nodes, relu)  a subclass chooses h
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 from torch.fx import GraphModule, Interpreter, Node
 
 from passes.contract.plan import Plan
-from passes.graph.bodies import bodies_of
+from passes.graph.bodies import Body
 from passes.graph.notes import is_inserted
 
 from ..census.graphs import Given
@@ -69,26 +68,18 @@ def _all_graphs(graph: GraphModule) -> list[GraphModule]:
         one = waiting.pop()
         if one not in found:
             found.append(one)
-            waiting += reversed([b.module for held in _bodies(one).values() for b in held])
+            waiting += reversed([b.module for held in Body(one, None).bodies().values() for b in held])
     return found
 
 
-def _bodies(graph: GraphModule) -> dict[Node, Any]:
-    return bodies_of(graph.graph, lambda path: functools.reduce(getattr, path.split("."), graph))
-
-
 class Nodes(Interpreter):
-    """Runs one graph, and tells the watch which node it is at.
-
-    Args:
-        watch: chooses how each node runs.
-        at: the number of the graph in it.
-    """
+    """Runs the graph of a number in a watch, which chooses how each node runs."""
 
     def __init__(self, watch: NodeWatch, at: int) -> None:
         super().__init__(watch.graphs[at].graph, garbage_collect_values=not watch.keeps)
         self.watch, self.at = watch, at
-        self._entered = {n: held[0] for n, held in _bodies(watch.graphs[at].graph).items() if held[0].first is not None}
+        inside = Body(watch.graphs[at].graph, None).bodies()
+        self._entered = {n: held[0] for n, held in inside.items() if held[0].first is not None}
 
     def run_node(self, n: Node) -> Any:
         """Run a call by the watch, and anything else as it is."""

@@ -156,16 +156,8 @@ def find_overflow(
     given = given_step(model_or_step, inputs, target, loss=loss, batches=batches)
     if given.step is not None and given.step.position:
         raise PolicyError("a window of this TrainStep is open: call flush() first.")
-    scale = _scale_of(given, scale)
+    scale = given.scale(scale)
     return next((found for batch in given.batches if (found := overflow_of(given, batch, scale)) is not None), None)
-
-
-def _scale_of(given: GivenStep, scale: float | None) -> float:
-    if scale is None:
-        return float(given.step.scaler.get_scale()) if given.step is not None else 1.0
-    if not isinstance(scale, (int, float)) or isinstance(scale, bool) or not 0 < scale < math.inf:
-        raise PolicyError(f"scale is a loss scale, a finite number above 0, not {scale!r}.")
-    return float(scale)
 
 
 def overflow_of(given: GivenStep, batch: Batch, scale: float, *, cured: bool = True) -> Overflow | None:
