@@ -20,7 +20,6 @@ from torch.nn.utils.rnn import PackedSequence
 from passes._torch import pytree
 from passes.contract.errors import CaptureError, NoLossError, NotAModuleError, PolicyError
 
-from .distance import floats
 from .preserved import fresh, same_attributes, same_random_state
 from .tensors import held, kept
 
@@ -207,6 +206,11 @@ def loss_of(output: Any, target: Any, loss: Loss, *, any_will_do: bool = False) 
     if found is not None:
         what = f"a loss that is {_described(found)}, not a tensor of one element"
     raise NoLossError(f"the output ({type(output).__name__}) has {what}")
+
+
+def floats(output: Any) -> list[Tensor]:
+    """Return the tensors of a floating dtype in an output, in the order of its leaves."""
+    return [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
 
 
 def require_loss(loss: object) -> None:

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..distance import floats
-from ..given_step import Loss, given_step
+from ..given_step import Loss, floats, given_step
 from .emulation import Site
 from .report import ErrorReport, Tally, degenerate, living, squared
 from .runs import AUTOCAST, FP32, Ran, Subject, policies_of, refuse_infinite
