@@ -20,8 +20,7 @@ from .differences import Difference, differences_of, odd_products, of_products
 from .graphs import watched_graphs
 from .inductor import Compiled, compiled_of, compiled_otherwise
 from .rows import Row, ledgers_of, planned_rows, rows_of, where_of
-from .scaling import Scaling, scaling_differences, scaling_of
-from .step import Step, run
+from .step import Scaling, Step, run, scaling_differences, scaling_of
 
 _SHOWN = 20  # differences in the text
 
