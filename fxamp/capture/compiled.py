@@ -237,10 +237,9 @@ def plan_of(module: nn.Module) -> Plan:
 
 
 def together(parts: Sequence[tuple[str, Plan]]) -> Plan:
-    """Return one plan for parts of a model, whose graphs are numbered in order.
+    """Return one plan for parts of a model, given as the prefix of the paths of each, such as "encoder.", and its plan.
 
-    Args:
-        parts: the prefix of each part's paths, such as "encoder.", and its plan. The policy is that of the first plan.
+    Their graphs are numbered in order, and the policy is that of the first.
     """
     decisions: list[Decision] = []
     for prefix, plan in parts:

@@ -195,7 +195,8 @@ class Watch(TorchDispatchMode):
     def _add(self, place: Place, func: Any, args: Any, kwargs: Any, out: Any, given: Any, made: Any) -> None:
         op = _name(func)
         reads = any(storage_id(t) in self._parameters for t in given)
-        computes = bool(given) and _makes_tensor(out) and not op.endswith("_like") and not op.startswith("new_")
+        makes = any(isinstance(t, Tensor) for t in pytree.tree_leaves(out))
+        computes = bool(given) and makes and not op.endswith("_like") and not op.startswith("new_")
         seen = Seen(place, op, _dtypes(given), _dtypes(made), _is_product(func), computes, reads)
         found = self.sums.setdefault(seen, Sum())
         casts = casts_in(func, args, out)
@@ -365,10 +366,6 @@ def floats_in(values: Any) -> list[Tensor]:
 def _is_compiled(frame: FrameType) -> bool:
     """Say whether code is what Inductor has written; it is loaded as a module of torch's."""
     return str(frame.f_globals.get("__name__", "")).startswith("torch.")
-
-
-def _makes_tensor(out: Any) -> bool:
-    return any(isinstance(t, Tensor) for t in pytree.tree_leaves(out))
 
 
 @functools.cache

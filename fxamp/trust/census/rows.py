@@ -109,10 +109,7 @@ def rows_of(watch: Watch, ledgers: tuple[Ledger, ...]) -> tuple[Row, ...]:
         found = merged.setdefault(_row(seen, ledgers), Sum())
         found.count, found.flops, found.bytes = found.count + s.count, found.flops + s.flops, found.bytes + s.bytes
         found.casts, found.cast_bytes = found.casts + s.casts, found.cast_bytes + s.cast_bytes
-    return tuple(
-        replace(row, count=s.count, flops=s.flops, bytes=s.bytes, casts=s.casts, cast_bytes=s.cast_bytes)
-        for row, s in merged.items()
-    )  # fmt: skip
+    return tuple(replace(row, **vars(s)) for row, s in merged.items())
 
 
 def _row(seen: Seen, ledgers: tuple[Ledger, ...]) -> Row:
