@@ -30,7 +30,7 @@ from ..ops.rules import COMPOSITE, row_of
 logger = logging.getLogger("fxamp")
 aten = torch.ops.aten
 LOSS = "cross_entropy_loss"  # the op that is split
-_NONE, _MEAN, _SUM = range(3)  # as torch::Reduction has them
+_NONE, _MEAN = 0, 1  # as torch::Reduction has them
 
 
 @dataclass(frozen=True)

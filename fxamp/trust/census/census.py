@@ -1,6 +1,6 @@
 """`fxamp.census`: what ran in one real step, in which dtype, and whether that is what was planned.
 
-`CallCensus` is that of calls of a TrainStep that run anyway: the first one, and the next one after a graph was captured.
+`CallCensus` is that of calls of a TrainStep that run anyway: the first, and the next after a graph was captured.
 """
 
 from __future__ import annotations
