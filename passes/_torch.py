@@ -205,11 +205,6 @@ def own_schema(op: OpOverload) -> torch.FunctionSchema:
     return op._schema
 
 
-def overload_name(op: OpOverload) -> str:
-    """Return the name of an overload within its op: "Tensor", "default"."""
-    return op._overloadname
-
-
 def qualified_name(packet: OpOverloadPacket) -> str:
     """Return the name of an op with its namespace: "aten::add"."""
     return str(packet._qualified_op_name)
