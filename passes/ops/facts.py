@@ -104,14 +104,13 @@ def facts(name: str, device: str, low: torch.dtype, **static: Any) -> Facts:
     row = row_named(name)
     base = row.name if row.known else name
     table, on = _table(device)
-    measured = on == this_machine(device)
     variants = {key: set(by_low.get(dtype_name(low), ())) for key, by_low in table.get(base, {}).items()}
     wanted = static_key({k: static[k] for k in statics(base, device) if k in static})
-    if wanted in variants:
-        return Facts(**dict.fromkeys(variants[wanted], True), status="measured" if measured else "assumed")
-    if variants:
-        return Facts(**dict.fromkeys(set.intersection(*variants.values()), True))
-    return Facts(commutes_forward=row.commutes != "", commutes_backward=row.commutes == "both")
+    if not variants:
+        return Facts(commutes_forward=row.commutes != "", commutes_backward=row.commutes == "both")
+    names = variants[wanted] if wanted in variants else set.intersection(*variants.values())
+    status = "measured" if wanted in variants and on == this_machine(device) else "assumed"
+    return Facts(**dict.fromkeys(names, True), status=status)
 
 
 def facts_of(node: Node, device: str, low: torch.dtype) -> Facts:
