@@ -38,7 +38,7 @@ from passes._torch import (
     without_transforms,
 )
 from passes.contract.costs import Timer
-from passes.contract.errors import CaptureError, PlanError
+from passes.contract.errors import CaptureError, PlanError, in_short
 from passes.contract.plan import Plan
 from passes.contract.plan_format import REMEDY
 from passes.contract.policy import Policy
@@ -318,9 +318,7 @@ def _fill(made: GraphModule, inputs: Inputs | None) -> None:
         except CaptureError:
             raise
         except Exception as e:  # whatever an op raises for operands that it rejects
-            raise CaptureError(
-                f"the graph rejects the example inputs: {type(e).__name__}: {str(e).strip().partition(chr(10))[0]}"
-            ) from e
+            raise CaptureError(f"the graph rejects the example inputs: {in_short(e)}") from e
 
 
 def _gives_value(node: Node) -> bool:

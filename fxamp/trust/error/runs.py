@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from passes._torch import pytree
-from passes.contract.errors import CaptureError, PolicyError
+from passes.contract.errors import CaptureError, PolicyError, in_short
 from passes.contract.policy import Policy
 from passes.graph.values import no_autocast
 
@@ -219,8 +219,7 @@ class Subject:
             twin = copy.deepcopy(self.model).double()
             self._step(twin, self.given.batches[0], contextlib.nullcontext)
         except Exception as e:  # whatever a model raises that names FP32 in its code, or does not let itself be copied
-            why = f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0]}"
-            return f"FP32, since float64 does not run ({why:.120})", lambda batch: self.real(FP32, batch)
+            return f"FP32, since float64 does not run ({in_short(e):.120})", lambda batch: self.real(FP32, batch)
         return "float64", lambda batch: self._step(twin, batch, contextlib.nullcontext)
 
     def _step(
