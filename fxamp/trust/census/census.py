@@ -31,9 +31,8 @@ from .differences import (
     odd_products,
     of_products,
 )
-from .graphs import watched_graphs
 from .rows import Row, ledgers_of, planned_rows, rows_of, where_of
-from .step import Scaling, Step, run, scaling_differences, scaling_of
+from .step import Scaling, Step, run, scaling_differences, scaling_of, watched_graphs
 
 _SHOWN = 20  # differences in the text
 

@@ -1,24 +1,31 @@
 """Run one real step, forward, loss and backward, so that afterwards everything is as before.
 
 And what it did about the range of FP16: whether its loss was scaled, its gradients unscaled, and its step taken.
+
+A watch sees converted graphs that are modules too: each runs node by node meanwhile.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.fx import GraphModule
 
 from passes.contract.errors import PolicyError
+from passes.contract.plan import Plan
 from passes.graph.values import no_autocast
 
+from ...capture.emitted import record_on
+from ...capture.given import flat_inputs
 from ..given_step import as_before, copies, loss_of, model_of, output_of
 from ..preserved import same_attributes, same_random_state
 from ..tensors import held, kept
-from ..watch import Watch
+from ..watch import Watch, node_by_node
 from .differences import Difference
 from .rows import Row
 
@@ -138,3 +145,40 @@ def scaling_differences(scaling: Scaling, step: Step) -> list[Difference]:
     if step.ended and scaling.scaled and not scaling.skipped and not scaling.unscaled:
         found.append(Difference("scaling", "gradients", "unscaled once", "scaled gradients into the optimizer"))
     return found
+
+
+@dataclass(frozen=True)
+class Given:
+    """A converted graph, as the watch knows it.
+
+    Attributes:
+        graph: the graph.
+        plan: what was decided on it.
+        broke: no graph that a user gives was broken.
+    """
+
+    graph: GraphModule
+    plan: Plan
+    broke: str = ""
+
+
+@contextlib.contextmanager
+def watched_graphs(parts: Sequence[nn.Module]) -> Iterator[None]:
+    """Put what a watch can see in the place of the `forward` of converted graphs."""
+    changed = [part for part in parts if isinstance(part, GraphModule) and record_on(part) is not None]
+    for part in changed:
+        part.__dict__["forward"] = _by_node(part, Given(part, (record_on(part) or {})["plan"]))
+    try:
+        yield
+    finally:
+        for part in changed:
+            del part.__dict__["forward"]
+
+
+def _by_node(part: GraphModule, given: Given) -> Callable[..., Any]:
+    run = node_by_node(part.forward, part, given, "eager")
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return part.graph.process_outputs(run(*flat_inputs(part, args, kwargs)))
+
+    return forward

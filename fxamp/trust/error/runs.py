@@ -24,7 +24,7 @@ from ...capture.emitted import record_on
 from ...capture.inputs import device_of, resolve
 from ...convert import convert, converted_in
 from ...measure.counts import step_counts
-from ..census.graphs import watched_graphs
+from ..census.step import watched_graphs
 from ..given_step import Batch, GivenStep, as_before
 from ..watch import run_instead
 from .emulation import At, Decides, Edge, Emulation, GraphSites, Read, Site, Watched, is_fp32

@@ -34,8 +34,8 @@ from passes.graph.notes import is_inserted
 from passes.graph.values import LOW_DTYPES, no_autocast
 
 from ...convert import converted_in
-from ..census.graphs import Given, watched_graphs
 from ..census.rows import Ledger, ledgers_of, where_of
+from ..census.step import Given, watched_graphs
 from ..given_step import Batch, GivenStep, Loss, as_before, given_step
 from ..watch import Place, Ran, Watch, floats_in, gives_view
 
