@@ -135,11 +135,8 @@ def copies(values: Any) -> Any:
 def as_before(model: nn.Module, written: Collection[int] | None = None) -> Iterator[list[Tensor]]:
     """Restore random states, what a model holds, its parameters, their gradients (None inside), and attributes.
 
-    Yields a list, which afterwards holds the tensors that were restored.
-
-    Args:
-        model: what runs inside.
-        written: the identities of the parameters to restore, if it is known which are written; None for all.
+    Yields a list, which afterwards holds the tensors that were restored: of the parameters those `written`, given by
+    their identities, if that is known.
     """
     parameters = list(model.parameters())
     gradients = [p.grad for p in parameters]
@@ -174,13 +171,9 @@ def output_of(model: nn.Module, inputs: Any) -> Any:
 
 
 def loss_of(output: Any, target: Any, loss: Loss, *, any_will_do: bool = False) -> tuple[Tensor, tuple[str, ...]]:
-    """Return the loss of an output, and what is to be said of it.
+    """Return the loss of an output, by a function or its own, and what is to be said of it.
 
-    Args:
-        output: of the model.
-        target: the second argument of the loss.
-        loss: a function of the output, or of output and target; None takes the output's own loss.
-        any_will_do: where there is none, take the mean of the float outputs.
+    Where there is none, and `any_will_do`, it is the mean of the float outputs.
 
     Raises:
         PolicyError: there is no loss, there are several, or it has more elements than one.

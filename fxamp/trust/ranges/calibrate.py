@@ -74,12 +74,7 @@ def calibrate(
 
 
 class _Ranges:
-    """Adds up what is seen of each value and its gradient: an `at` of `Subject.emulated`.
-
-    Args:
-        scale: the loss scale that gradients are counted with.
-        parameters: those of the model, by name.
-    """
+    """Adds up what is seen of each value, and of its gradient with a loss scale: an `at` of `Subject.emulated`."""
 
     def __init__(self, scale: float, parameters: Mapping[str, Tensor]) -> None:
         self.scale, self._parameters = scale, parameters
