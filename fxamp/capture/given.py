@@ -211,7 +211,7 @@ def _check_sizes_first(made: GraphModule, program: ExportedProgram) -> None:
     ranges = {str(s): r for s, r in program.range_constraints.items() if str(s) in varying}
     bounds = {  # the exporter takes every size for at least 2
         s: (int(r.lower) if r.lower > 2 else 0, int(r.upper) if r.upper.is_Integer else None) for s, r in ranges.items()
-    }  # fmt: skip
+    }
     if places:
         with made.graph.inserting_after(made.graph.find_nodes(op="placeholder")[-1]):
             names = tuple(str(n.target) for n in places)

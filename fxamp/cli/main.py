@@ -137,7 +137,7 @@ def _sides(args: argparse.Namespace) -> list[Path | nn.Module]:
     return [
         _read(made[name], policy, args.device) if name in made else Path(name)
         for name, policy in zip(names, asked, strict=True)
-    ]  # fmt: skip
+    ]
 
 
 def _refuse_policies_of_plans(

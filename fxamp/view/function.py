@@ -235,9 +235,7 @@ def _global_hooks() -> list[int]:
     return [id(hook) for hook in global_module_hooks()]
 
 
-def _reused(
-    runner_of: weakref.ref[Runner], number: int, converted: Converted, inputs: Sequence[Any]
-) -> None:  # fmt: skip
+def _reused(runner_of: weakref.ref[Runner], number: int, converted: Converted, inputs: Sequence[Any]) -> None:
     """Keep a graph of a view for other parameters of its model too."""
     runner: Any = runner_of()
     names = names_in(runner.model)

@@ -272,7 +272,7 @@ LAWS = (
     Law("other grad mode", _other_grad_mode, "reads a cast that was made in another grad mode"),
     Law("no float", _no_float, "casts a value that autocast never casts"),
     Law("unread", _unread, "is a cast that nothing reads"),
-)  # fmt: skip
+)
 
 
 def broken(graph: Graph, assignment: Assignment) -> tuple[Node, Node, Law] | None:

@@ -219,11 +219,10 @@ def odd_products(watch: Watch, where: Mapping[Seen, str]) -> list[Difference]:
         return []
     most = next((dtype for dtype in flops if dtype in _LOW), max(flops, key=lambda dtype: flops[dtype]))
     return [
-        Difference(
-            "dtype", where[seen], "", f"{seen.op} in {seen.dtype}", _others(seen, most), flops=total.flops
-        )
-        for seen, total in products.items() if seen.dtype != most
-    ]  # fmt: skip
+        Difference("dtype", where[seen], "", f"{seen.op} in {seen.dtype}", _others(seen, most), flops=total.flops)
+        for seen, total in products.items()
+        if seen.dtype != most
+    ]
 
 
 def _others(seen: Seen, most: str) -> str:

@@ -29,7 +29,7 @@ from ...graph.values import (
     first_float,
     is_floating,
     literal_dtype,
-)  # fmt: skip
+)
 from ...ops import ops
 from ...ops.facts import accumulates, facts_of, lacks_low, rule_of
 from ...ops.rules import BANNED, COMPOSITE, FOLLOW, FP32, KEEP, LOW, PROMOTE, row_of
