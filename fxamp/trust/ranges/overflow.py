@@ -36,6 +36,7 @@ from passes.graph.values import LOW_DTYPES, no_autocast
 from ...convert import converted_in
 from ..census.rows import Ledger, ledgers_of, where_of
 from ..census.step import Given, watched_graphs
+from ..error.emulation import raised
 from ..given_step import Batch, GivenStep, Loss, as_before, given_step
 from ..watch import Place, Ran, Watch, floats_in, gives_view
 
@@ -393,7 +394,7 @@ class _Finite(Watch):
                 return made
             self.forced[at] = None
         # FP32 throughout: its operands as they were before casts of fxamp, and those that are low upcast
-        return nodes.call(n, *pytree.tree_map(_raised, torch.fx.map_arg((n.args, n.kwargs), nodes.before_casts)))
+        return nodes.call(n, *pytree.tree_map(raised, torch.fx.map_arg((n.args, n.kwargs), nodes.before_casts)))
 
 
 class _Nodes(Interpreter):
@@ -521,13 +522,6 @@ def _kind(held: tuple[float, float]) -> str:
 def _overflows(made: Any, given: Any) -> bool:
     """Say whether a value is not finite, while all that it was made of is."""
     return any(_kind(_range(t)) for t in floats_in(made)) and not any(_kind(_range(t)) for t in floats_in(given))
-
-
-def _raised(value: Any) -> Any:
-    """Return a low tensor, or a low dtype, as FP32."""
-    if isinstance(value, Tensor) and value.dtype in LOW_DTYPES:
-        return value.float()
-    return torch.float32 if isinstance(value, torch.dtype) and value in LOW_DTYPES else value
 
 
 def _planned(n: Node, value: Any) -> Any:
