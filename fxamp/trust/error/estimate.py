@@ -55,7 +55,13 @@ def estimate_error(
 
 
 def estimated(subject: Subject, names: Sequence[str], *, gradients: bool = True) -> ErrorReport:
-    """Predict the errors of policies; of those that round the same, once."""
+    """Predict the errors of policies; of those that round the same, once.
+
+    Args:
+        subject: the model and its batches.
+        names: of the policies.
+        gradients: predict errors of gradients too.
+    """
     first = dict[str, str]()  # of the names of a policy
     for name in names:
         first.setdefault(str(subject.policy(name)), name)
