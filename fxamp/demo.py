@@ -113,10 +113,7 @@ class Changed(VisionTransformer):
 
 
 def run(output: str | Path | None = None) -> str:
-    """Print the demo and write it to a file.
-
-    Args:
-        output: The file to write, Markdown. By default `fxamp-demo.md` in the current directory.
+    """Print the demo and write it to a file, as Markdown; by default to `fxamp-demo.md` in the current directory.
 
     Raises:
         FxampError: The file cannot be written.

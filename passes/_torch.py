@@ -51,11 +51,11 @@ sequence_number = torch._C._autograd._get_sequence_nr  # that autograd will give
 in_transform = torch._C._are_functorch_transforms_active  # whether a transform of `torch.func`, as vmap, is running
 without_modes = _disable_current_modes  # inside a trace too tensors are then real, and nothing is recorded
 is_traced_by_fx = torch.fx._symbolic_trace.is_fx_symbolic_tracing  # whether `torch.fx.symbolic_trace` is running
+is_traced_by_jit: Any = torch.jit.is_tracing  # type: ignore[attr-defined]  # whether `torch.jit.trace` is running
 SET_GRAD = torch._C._set_grad_enabled  # what `set_grad_enabled` is in an exported graph
 DATA_OF = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]  # what `tensor.data` is in a graph of Dynamo
 VF = torch._VF  # the kernels of recurrent layers
-# The classes whose `apply` runs an autograd function: the second also one that a program bound early, as in
-# `scale = Scale.apply` at the head of a file. (In torch 2.15 that is a function of C, which nothing can replace.)
+safe_softmax = torch.ops.aten._safe_softmax.default  # 0, as in attention, for a row of -inf; `torch.softmax` gives NaN
 MODULE_CALLS = (torch.nn.Module._call_impl.__code__, torch.nn.Module._wrapped_call_impl.__code__)
 
 # A function compiled with these has a cache and a recompile limit of its own, also below a graph break, where Dynamo
@@ -78,11 +78,6 @@ def forget_compiled(code: CodeType) -> None:
 def dynamo_stance() -> str:
     """Return the stance that `torch.compiler.set_stance` has set: "default", "force_eager" and others."""
     return str(torch._dynamo.eval_frame._stance.stance)
-
-
-def is_traced_by_jit() -> bool:
-    """Say whether `torch.jit.trace` is running."""
-    return bool(torch.jit.is_tracing())  # type: ignore[attr-defined,no-untyped-call]
 
 
 def number_of_hooks() -> int:
@@ -208,11 +203,6 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
 def own_schema(op: OpOverload) -> torch.FunctionSchema:
     """Return the schema of an overload, or of another operator that a dispatch mode gets in its place."""
     return op._schema
-
-
-def overload_name(op: OpOverload) -> str:
-    """Return the name of an overload within its op: "Tensor", "default"."""
-    return op._overloadname
 
 
 def qualified_name(packet: OpOverloadPacket) -> str:
@@ -477,10 +467,7 @@ def communication_states(replica: DistributedDataParallel) -> list[Any]:
 
 
 def store_of_ranks() -> Any:
-    """Return the store through which the ranks of this job have met: keys and values that each of them can read.
-
-    torch.distributed has no public function for it.
-    """
+    """Return the store through which the ranks of this job have met: keys and values that each of them can read."""
     return torch.distributed.distributed_c10d._get_default_store()
 
 
@@ -492,11 +479,3 @@ def gathering(module: nn.Module) -> tuple[torch.dtype | None, bool]:
     sharded: Any = module
     policy = sharded._get_fsdp_state()._mp_policy
     return policy.param_dtype, bool(policy.cast_forward_inputs)
-
-
-def safe_softmax(scores: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return the softmax of scores, 0 in a row that is -inf throughout, as attention computes it.
-
-    Private: `torch.softmax` gives NaN in such a row.
-    """
-    return torch.ops.aten._safe_softmax.default(scores, dim)  # type: ignore[no-any-return]

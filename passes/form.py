@@ -3,14 +3,6 @@
 A pass is a frozen dataclass whose fields are its options, called with one graph at a time. It changes the graph, and
 returns how often each of its rewrites fired (0 for one that found nothing). The properties that it ensures are verified
 after it (`watch.py`). One pass decides instead, and returns its decisions.
-
-    @dataclass(frozen=True)
-    class DropCasts:
-        name: ClassVar = "drop-casts"
-        ensures: ClassVar = Ensures.DTYPES
-
-        def __call__(self, unit: Unit) -> dict[str, int]:
-            return {"no_op": _no_op(unit.graph, unit.decided)}
 """
 
 from __future__ import annotations

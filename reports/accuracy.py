@@ -27,8 +27,8 @@ from tqdm import tqdm
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from fxamp.trust.distance import UnderAutocast, distance  # noqa: E402
 from reports import casts  # noqa: E402
+from reports.baseline import UnderAutocast, distance  # noqa: E402
 from reports.made import made, write  # noqa: E402
 from reports.subjects import Subject, compiled, counts_of, oracle, run, set_mode, subject  # noqa: E402
 from reports.zoo import BY_NAME, NO_FP16_ON_CPU, Zoo  # noqa: E402

@@ -48,8 +48,8 @@ sys.path.insert(0, str(HERE.parent))
 import fxamp  # noqa: E402  (the path comes first)
 from fxamp.measure.counts import laps  # noqa: E402
 from fxamp.train.weights import WeightCasts  # noqa: E402
-from fxamp.trust.distance import UnderAutocast  # noqa: E402
 from passes.assign.place.costs import ByteCosts  # noqa: E402
+from reports.baseline import UnderAutocast  # noqa: E402
 from reports.exact_numerics import cpu  # noqa: E402
 from reports.made import made, write  # noqa: E402
 

@@ -35,11 +35,12 @@ sys.path.insert(0, str(HERE.parent))
 
 import fxamp  # noqa: E402  (the path comes first)
 from fxamp.measure.counts import step_counts  # noqa: E402
-from fxamp.trust.distance import UnderAutocast, distance, floats  # noqa: E402
+from fxamp.trust.given_step import floats  # noqa: E402
 from passes._torch import pytree  # noqa: E402
 from passes.contract.reasons import DEVIATIONS  # noqa: E402
 from reports import held_out  # noqa: E402
 from reports.architectures import BY_NAME, Inputs  # noqa: E402
+from reports.baseline import UnderAutocast, distance  # noqa: E402
 from reports.made import made, write  # noqa: E402
 from reports.trial.first import NOWHERE, Calls, Pair, first_difference  # noqa: E402
 from reports.trial.judge import as_graph, pair_of  # noqa: E402

@@ -36,8 +36,9 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 import fxamp  # noqa: E402  (the path comes first)
-from fxamp.trust.distance import UnderAutocast, floats  # noqa: E402
+from fxamp.trust.given_step import floats  # noqa: E402
 from reports.architectures import ARCHITECTURES, BY_NAME  # noqa: E402
+from reports.baseline import UnderAutocast  # noqa: E402
 from reports.made import made, write  # noqa: E402
 
 SECONDS = 900

@@ -20,7 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 from torch.utils.weak import WeakIdKeyDictionary
 
-from passes._torch import FakeTensor, codegen_of, original_of, pytree
+from passes._torch import FakeTensor, codegen_of, compiled_call, original_of, pytree
 from passes.contract.errors import CaptureError, PolicyError
 from passes.contract.plan import Decision, Plan, sums
 from passes.contract.policy import module_override
@@ -208,16 +208,12 @@ def _root(module: nn.Module) -> nn.Module:
 
 def is_compiled(module: nn.Module) -> bool:
     """Say whether this is what torch.compile returned, or a module compiled in place."""
-    return _in_place(module) or original_of(module) is not None or runner_of(module) is not None
-
-
-def _in_place(module: nn.Module) -> bool:
-    return getattr(module, "_compiled_call_impl", None) is not None
+    return compiled_call(module) is not None or original_of(module) is not None or runner_of(module) is not None
 
 
 def _nothing(module: nn.Module) -> str:
     name, found = type(_root(module)).__name__, anywhere()
-    if _in_place(module) and type(module).__module__.startswith("torch.nn"):
+    if compiled_call(module) is not None and type(module).__module__.startswith("torch.nn"):
         return (
             f"nothing was captured yet. If it has been called, this torch's .compile() on a class of torch.nn itself, "
             f"such as {name}, captures nothing. Use compiled = torch.compile(model, backend='fxamp'), or "
@@ -241,10 +237,9 @@ def plan_of(module: nn.Module) -> Plan:
 
 
 def together(parts: Sequence[tuple[str, Plan]]) -> Plan:
-    """Return one plan for parts of a model, whose graphs are numbered in order.
+    """Return one plan for parts of a model, given as the prefix of the paths of each, such as "encoder.", and its plan.
 
-    Args:
-        parts: the prefix of each part's paths, such as "encoder.", and its plan. The policy is that of the first plan.
+    Their graphs are numbered in order, and the policy is that of the first.
     """
     decisions: list[Decision] = []
     for prefix, plan in parts:

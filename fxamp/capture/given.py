@@ -38,7 +38,7 @@ from passes._torch import (
     without_transforms,
 )
 from passes.contract.costs import Timer
-from passes.contract.errors import CaptureError, PlanError
+from passes.contract.errors import CaptureError, PlanError, in_short
 from passes.contract.plan import Plan
 from passes.contract.plan_format import REMEDY
 from passes.contract.policy import Policy
@@ -211,7 +211,7 @@ def _check_sizes_first(made: GraphModule, program: ExportedProgram) -> None:
     ranges = {str(s): r for s, r in program.range_constraints.items() if str(s) in varying}
     bounds = {  # the exporter takes every size for at least 2
         s: (int(r.lower) if r.lower > 2 else 0, int(r.upper) if r.upper.is_Integer else None) for s, r in ranges.items()
-    }  # fmt: skip
+    }
     if places:
         with made.graph.inserting_after(made.graph.find_nodes(op="placeholder")[-1]):
             names = tuple(str(n.target) for n in places)
@@ -318,9 +318,7 @@ def _fill(made: GraphModule, inputs: Inputs | None) -> None:
         except CaptureError:
             raise
         except Exception as e:  # whatever an op raises for operands that it rejects
-            raise CaptureError(
-                f"the graph rejects the example inputs: {type(e).__name__}: {str(e).strip().partition(chr(10))[0]}"
-            ) from e
+            raise CaptureError(f"the graph rejects the example inputs: {in_short(e)}") from e
 
 
 def _gives_value(node: Node) -> bool:

@@ -28,8 +28,7 @@ from passes.contract.plan import Plan
 from passes.contract.policy import Policy, nearest
 
 from .output import DONE, FOUND, aside, coloured, failed, to_stderr, waiting, width, write, write_pair
-from .run_target import A_LOSS, run_target, step_of
-from .target import load_target
+from .target import A_LOSS, load_target, run_target, step_of
 from .usage import parser_of
 
 if TYPE_CHECKING:
@@ -138,7 +137,7 @@ def _sides(args: argparse.Namespace) -> list[Path | nn.Module]:
     return [
         _read(made[name], policy, args.device) if name in made else Path(name)
         for name, policy in zip(names, asked, strict=True)
-    ]  # fmt: skip
+    ]
 
 
 def _refuse_policies_of_plans(

@@ -7,15 +7,17 @@ import contextlib
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from typing import TextIO
 
 from passes.contract.errors import FxampError
 from passes.contract.plan_format import write_text
 
 from ..report.forms import harmless
-from .waiting import waiting as shown_while
 
 DONE, FOUND, UNKNOWN = 0, 1, 2  # exit statuses
+PATIENCE = 2.0  # seconds
 _COLOURS = {"+": "32", "-": "31", "!": "33", "@": "36", "=": "36"}  # of a line, by its first character
 _FOR_PROGRAMS = ("json", "sarif", "html", "junit")  # the formats that say, or are by definition, UTF-8
 
@@ -85,6 +87,32 @@ def coloured(text: str) -> str:
 def waiting(args: argparse.Namespace, what: str) -> contextlib.AbstractContextManager[None]:
     """Show on standard error what a long step is doing, unless --quiet was given."""
     return contextlib.nullcontext() if args.quiet else shown_while(what, sys.stderr)
+
+
+@contextlib.contextmanager
+def shown_while(what: str, to: TextIO, patience: float = PATIENCE) -> Iterator[None]:
+    """Show a line on a terminal once the body has taken longer than so many seconds, and remove it at the end."""
+    if not to.isatty():
+        yield
+        return
+    shown = threading.Event()
+
+    def show() -> None:
+        shown.set()
+        to.write(harmless.visible(f"fxamp: {what} ..."))
+        to.flush()
+
+    timer = threading.Timer(patience, show)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        if shown.is_set():
+            to.write("\r\x1b[K")
+            to.flush()
 
 
 def width(args: argparse.Namespace) -> int | None:

@@ -124,10 +124,6 @@ def parser_of(runs: Mapping[str, Run]) -> argparse.ArgumentParser:
 
     verify = verb("verify", "Measure the error of loss and gradients; exit with 1 if one is above the tolerance.")
     verify.add_argument(
-        "target", metavar="TARGET",
-        help="package.module:callable or path/file.py:callable, which returns (model, args) or (TrainStep, batch)",
-    )  # fmt: skip
-    verify.add_argument(
         "--policy", action="append", default=[], help='such as "O2,dtype=bf16"; may be given several times'
     )
     verify.add_argument(
@@ -136,10 +132,11 @@ def parser_of(runs: Mapping[str, Run]) -> argparse.ArgumentParser:
     )  # fmt: skip
 
     advise = verb("advise", "Measure FP32, autocast, O1, O2, O3 and a tuned plan here, and say which to train with.")
-    advise.add_argument(
-        "target", metavar="TARGET",
-        help="package.module:callable or path/file.py:callable, which returns (model, args) or (TrainStep, batch)",
-    )  # fmt: skip
+    for made in (verify, advise):
+        made.add_argument(
+            "target", metavar="TARGET",
+            help="package.module:callable or path/file.py:callable, which returns (model, args) or (TrainStep, batch)",
+        )  # fmt: skip
     advise.add_argument("--dtype", choices=("fp16", "bf16"), help="the low dtype; by default that of the device")
 
     rules = verb("rules", "Show the op table, or the row of one op.")

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from passes._torch import TorchDispatchMode
 
+from ..trust.watch import casts_in
+
 
 @dataclass(frozen=True)
 class StepCounts:
@@ -39,16 +41,9 @@ class _Counter(TorchDispatchMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         self.ops += 1
-        pairs: list[tuple[Tensor, Tensor]] = []
-        if func is torch.ops.aten._to_copy.default:
-            pairs = [(out, args[0])]
-        elif func is torch.ops.aten.copy_.default:
-            pairs = [(args[0], args[1])]
-        elif func is torch.ops.aten._foreach_copy_.default:
-            pairs = list(zip(args[0], args[1], strict=True))
-        casts = [(to, source) for to, source in pairs if to.is_floating_point() and to.dtype != source.dtype]
+        casts = casts_in(func, args, out)
         self.casts += bool(casts)
-        self.cast_bytes += sum(to.nbytes + source.nbytes for to, source in casts)
+        self.cast_bytes += sum(source.nbytes + to.nbytes for source, to in casts)
         return out
 
 

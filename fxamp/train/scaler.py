@@ -165,11 +165,7 @@ class LossScaler(torch.amp.GradScaler):
 
     Args:
         device: Device type of the losses. None takes that of the first loss scaled.
-        init_scale: As in GradScaler.
-        growth_factor: As in GradScaler.
-        backoff_factor: As in GradScaler.
-        growth_interval: As in GradScaler.
-        enabled: As in GradScaler.
+        init_scale: This one and the next four are as in GradScaler.
         dynamic: False keeps the scale at `init_scale`. Steps with gradients that are not finite are still skipped,
             and `update(new_scale)` still sets the scale by hand.
         min_scale: The scale never falls below it.

@@ -22,7 +22,7 @@ from passes.contract.errors import NotAModuleError, PolicyError
 from passes.contract.plan import Plan
 
 from ..capture import compiled
-from ..trust.census.calls import CallCensus
+from ..trust.census.census import CallCensus
 from ..view.view import is_view
 from . import given
 from .compiled_step import CompiledStep

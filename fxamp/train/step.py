@@ -36,16 +36,7 @@ from .scaler import Tally, collapsed
 from .state import TrainState
 from .update import AtEnd, Update, step_by_closure, take_step
 from .weights import WeightCasts
-from .window import (
-    UNWEIGHTED,
-    Mean,
-    Weight,
-    Window,
-    first_with_gradient,
-    loss_of,
-    range_of,
-    refuse_constant,
-)
+from .window import UNWEIGHTED, Mean, Weight, Window, first_with_gradient, loss_of, range_of, refuse_constant
 
 
 class TrainStep(TrainState):

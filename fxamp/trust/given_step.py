@@ -8,6 +8,7 @@ batches   an iterable of inputs or of (inputs, target), in the place of `inputs`
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,6 @@ from torch.nn.utils.rnn import PackedSequence
 from passes._torch import pytree
 from passes.contract.errors import CaptureError, NoLossError, NotAModuleError, PolicyError
 
-from .distance import floats
 from .preserved import fresh, same_attributes, same_random_state
 from .tensors import held, kept
 
@@ -44,12 +44,26 @@ class GivenStep:
     loss: Loss = None
     step: Any = None
 
-    def run(self, model: nn.Module, batch: Batch) -> tuple[Any, Tensor]:
-        """Run a model on copies of the inputs of one batch; return the output, and the loss as a tensor of one element.
+    @property
+    def example(self) -> tuple[Any, Any]:
+        """The inputs of the first batch, as positional and as keyword inputs of `convert`."""
+        inputs = self.batches[0][0]
+        return (None, inputs) if isinstance(inputs, Mapping) else (inputs, None)
 
-        Args:
-            model: the model of this step, or another one that is called alike.
-            batch: one of `batches`.
+    def scale(self, asked: float | None) -> float:
+        """Return the loss scale that is asked for; None is that of the TrainStep, else 1.
+
+        Raises:
+            PolicyError: it is not a finite number above 0.
+        """
+        if asked is None:
+            return float(self.step.scaler.get_scale()) if self.step is not None else 1.0
+        if not isinstance(asked, (int, float)) or isinstance(asked, bool) or not 0 < asked < math.inf:
+            raise PolicyError(f"scale is a loss scale, a finite number above 0, not {asked!r}.")
+        return float(asked)
+
+    def run(self, model: nn.Module, batch: Batch) -> tuple[Any, Tensor]:
+        """Run a model, or one that is called alike, on copies of the inputs of one batch; return output and loss.
 
         Raises:
             PolicyError: there is no loss, or it has more elements than one.
@@ -63,14 +77,7 @@ def given_step(
     model_or_step: Any, inputs: Any = None, target: Any = None, *, loss: Loss = None,
     batches: Iterable[Any] | None = None,
 ) -> GivenStep:  # fmt: skip
-    """Read what a diagnostic is given.
-
-    Args:
-        model_or_step: a module or a TrainStep.
-        inputs: a tensor or a tuple for `model(*inputs)`, or a mapping for `model(**inputs)`.
-        target: the second argument of the loss.
-        loss: a function of the output, or, with a target, of output and target; None takes the output's own.
-        batches: inputs, or pairs (inputs, target); a pair whose second member the model takes is written as a mapping.
+    """Read what a diagnostic is given; among `batches` two inputs of a model are written as a mapping.
 
     Raises:
         NotAModuleError: there is no model.
@@ -128,11 +135,8 @@ def copies(values: Any) -> Any:
 def as_before(model: nn.Module, written: Collection[int] | None = None) -> Iterator[list[Tensor]]:
     """Restore random states, what a model holds, its parameters, their gradients (None inside), and attributes.
 
-    Yields a list, which afterwards holds the tensors that were restored.
-
-    Args:
-        model: what runs inside.
-        written: the identities of the parameters to restore, if it is known which are written; None for all.
+    Yields a list, which afterwards holds the tensors that were restored: of the parameters those `written`, given by
+    their identities, if that is known.
     """
     parameters = list(model.parameters())
     gradients = [p.grad for p in parameters]
@@ -167,13 +171,9 @@ def output_of(model: nn.Module, inputs: Any) -> Any:
 
 
 def loss_of(output: Any, target: Any, loss: Loss, *, any_will_do: bool = False) -> tuple[Tensor, tuple[str, ...]]:
-    """Return the loss of an output, and what is to be said of it.
+    """Return the loss of an output, by a function or its own, and what is to be said of it.
 
-    Args:
-        output: of the model.
-        target: the second argument of the loss.
-        loss: a function of the output, or of output and target; None takes the output's own loss.
-        any_will_do: where there is none, take the mean of the float outputs.
+    Where there is none, and `any_will_do`, it is the mean of the float outputs.
 
     Raises:
         PolicyError: there is no loss, there are several, or it has more elements than one.
@@ -199,6 +199,11 @@ def loss_of(output: Any, target: Any, loss: Loss, *, any_will_do: bool = False) 
     if found is not None:
         what = f"a loss that is {_described(found)}, not a tensor of one element"
     raise NoLossError(f"the output ({type(output).__name__}) has {what}")
+
+
+def floats(output: Any) -> list[Tensor]:
+    """Return the tensors of a floating dtype in an output, in the order of its leaves."""
+    return [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
 
 
 def require_loss(loss: object) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -48,24 +48,14 @@ def same_random_state() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def preserved(
-    model: nn.Module, written: Sequence[torch.Tensor] = (), *, graph: bool = False
-) -> Iterator[list[torch.Tensor]]:
-    """Restore random states, the model's tensors, and those of `written`. `.grad` is never written.
-
-    Yields a list, which afterwards holds the tensors that were restored.
-
-    Args:
-        model: what runs inside. Nobody knows which parameters a user's forward() writes, so all are restored.
-        written: tensors that a graph is known to write.
-        graph: only a graph of the model runs inside; then parameters that it is not known to write are left out.
-    """
+def preserved(model: nn.Module) -> Iterator[None]:
+    """Restore random states and the model's tensors, parameters too: nobody knows which of them forward() writes."""
     fastpath = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # a fused kernel in eager eval rounds differently
-    tensors = [*held(model).values(), *written, *(() if graph else model.parameters())]
+    tensors = {id(t): t for t in (*held(model).values(), *model.parameters())}
     try:
-        with same_random_state(), kept({id(t): t for t in tensors}.values()) as restored:
-            yield restored
+        with same_random_state(), kept(tensors.values()):
+            yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fastpath)
 

@@ -195,10 +195,11 @@ class Watch(TorchDispatchMode):
     def _add(self, place: Place, func: Any, args: Any, kwargs: Any, out: Any, given: Any, made: Any) -> None:
         op = _name(func)
         reads = any(storage_id(t) in self._parameters for t in given)
-        computes = bool(given) and _makes_tensor(out) and not op.endswith("_like") and not op.startswith("new_")
+        makes = any(isinstance(t, Tensor) for t in pytree.tree_leaves(out))
+        computes = bool(given) and makes and not op.endswith("_like") and not op.startswith("new_")
         seen = Seen(place, op, _dtypes(given), _dtypes(made), _is_product(func), computes, reads)
         found = self.sums.setdefault(seen, Sum())
-        casts = _casts(func, args, out)
+        casts = casts_in(func, args, out)
         found.count += 1
         found.flops += _flops(func, args, kwargs, out)
         found.bytes += sum(t.nbytes for t in (*given, *made))
@@ -324,14 +325,9 @@ def run_instead(run: Callable[[Any, GraphModule, tuple[Any, ...]], Any]) -> Iter
 def node_by_node(
     run: Callable[..., Any], graph: GraphModule, converted: Any, by: Any, compile: Compile | None = None
 ) -> Callable[..., Any]:
-    """Return a compiled graph that a watch can see.
+    """Return a compiled graph that a watch can see: what `graph` was compiled to `by` a compiler, "eager" for none.
 
-    Args:
-        run: the compiled graph.
-        graph: what it was compiled from.
-        converted: what is known of it.
-        by: the compiler, "eager" for none.
-        compile: compiles the graph once more, with further options and for given inputs.
+    `compile` compiles the graph once more, with further options and for given inputs.
     """
     name = by if isinstance(by, str) else getattr(by, "__name__", type(by).__name__)
 
@@ -372,10 +368,6 @@ def _is_compiled(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__", "")).startswith("torch.")
 
 
-def _makes_tensor(out: Any) -> bool:
-    return any(isinstance(t, Tensor) for t in pytree.tree_leaves(out))
-
-
 @functools.cache
 def gives_view(func: Any) -> bool:
     """Say whether an op gives back its operand, or a view of it, and writes nothing."""
@@ -410,7 +402,7 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
     return 0 if count is None else int(count(*args, **kwargs, out_val=out))
 
 
-def _casts(func: Any, args: tuple[Any, ...], out: Any) -> list[tuple[Tensor, Tensor]]:
+def casts_in(func: Any, args: tuple[Any, ...], out: Any) -> list[tuple[Tensor, Tensor]]:
     """Return the tensors that an op casts, each with what it becomes."""
     pairs: list[tuple[Tensor, Tensor]] = []
     if func is _TO:

@@ -131,7 +131,7 @@ class Function:
         call = current()
         model = runner.model if call is None else call.model
         state = state_of(model, self.method)
-        names = _names_in(model)
+        names = names_in(model)
         named = {i: names[id(v)] for i, v in enumerate(example_inputs) if id(v) in names}
         sources = [source_name(n) for n in gm.graph.nodes if n.op == "placeholder"]
         constants = {
@@ -226,7 +226,7 @@ def _is_found(name: str) -> bool:
         return False
 
 
-def _names_in(model: nn.Module) -> dict[int, str]:
+def names_in(model: nn.Module) -> dict[int, str]:
     """Return the names of a model's parameters and buffers, by identity."""
     return {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
 
@@ -235,12 +235,10 @@ def _global_hooks() -> list[int]:
     return [id(hook) for hook in global_module_hooks()]
 
 
-def _reused(
-    runner_of: weakref.ref[Runner], number: int, converted: Converted, inputs: Sequence[Any]
-) -> None:  # fmt: skip
+def _reused(runner_of: weakref.ref[Runner], number: int, converted: Converted, inputs: Sequence[Any]) -> None:
     """Keep a graph of a view for other parameters of its model too."""
     runner: Any = runner_of()
-    names = _names_in(runner.model)
+    names = names_in(runner.model)
     if number < 0 or id(inputs[converted.places[0]]) not in names:  # as `functional_call` swaps them
         return
     named = {i: names[id(v)] for i, v in enumerate(inputs) if id(v) in names}

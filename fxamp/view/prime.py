@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from passes._torch import OWN_CACHE, dynamo_errors, forget_compiled, pytree
-from passes.contract.errors import CaptureError, FxampError, NotFaithfulError, PlanError
+from passes.contract.errors import CaptureError, FxampError, NotFaithfulError, PlanError, in_short
 from passes.contract.plan import Plan
 from passes.contract.plan_format import REMEDY
 from passes.contract.policy import check_used
@@ -69,8 +69,8 @@ def capture_states(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]
             with in_state(model, state):
                 capture(runner, args, kwargs, check=False)
         except Exception as e:  # whatever a model raises in a mode that it is not made for
-            logger.warning("fxamp: %s is not captured in %s: %s", type(model).__name__, state, _line(e))
-            runner.note(f"not captured in {state}: {_line(e)}")
+            logger.warning("fxamp: %s is not captured in %s: %s", type(model).__name__, state, in_short(e))
+            runner.note(f"not captured in {state}: {in_short(e)}")
 
 
 def capture(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], check: bool | str = True) -> None:
@@ -91,7 +91,7 @@ def capture(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], check
             if type(e) not in (TypeError, RuntimeError, dynamo_errors().TorchRuntimeError):
                 raise
             why = _GOT.search(str(e))
-            said = why[1] if why else _line(e)
+            said = why[1] if why else in_short(e)
             raise CaptureError(f"{type(runner.model).__name__} rejects the example inputs: {said}") from e
     broken = any(entry.converted.broke for entry in runner.entries[first:])
     if len(runner.entries) == first:
@@ -165,7 +165,7 @@ def _check(runner: Runner, run: Callable[..., _Run], check: bool | str) -> None:
     except (FxampError, _NoTwinError, torch.OutOfMemoryError):
         raise
     except Exception as e:  # autocast mixes dtypes, and its kernels refuse numbers: a graph may run where it does not
-        raise _NoTwinError(f"the model itself raises under autocast ({_line(e)})") from e
+        raise _NoTwinError(f"the model itself raises under autocast ({in_short(e)})") from e
     difference = _difference(expected, run("graphs", graded, against=expected))
     if not difference:
         return
@@ -235,7 +235,7 @@ def twin_of(model: nn.Module, written: Collection[str] = ()) -> nn.Module:
     try:
         return copy.deepcopy(model, {id(p): p for name, p in model.named_parameters() if name not in written})
     except Exception as e:  # whatever a class raises that does not let itself be copied
-        raise _NoTwinError(f"it cannot be copied ({_line(e)})") from e
+        raise _NoTwinError(f"it cannot be copied ({in_short(e)})") from e
 
 
 Gradients = dict[str, Tensor | None]
@@ -307,10 +307,6 @@ def _floor(gradients: Gradients | None) -> float:
 
 def _norm(value: Tensor) -> float:
     return float(value.double().norm())
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _relative(a: Tensor, b: Any) -> str:

@@ -24,7 +24,7 @@ from ..capture.backend import leave_sharing_to_the_compiler, rewrite
 from ..capture.call import Call, begin
 from ..capture.compiled import Converted, copied
 from ..capture.outputs import leaving
-from .function import Entry, function_of
+from .function import Entry, function_of, names_in
 from .runner import Runner
 from .state import state_of
 
@@ -74,7 +74,7 @@ def _convert(gm: GraphModule, inputs: Sequence[Any], runner: Runner, made: list[
     state = state_of(runner.model)
     own = any(e.state == state for e in runner.entries if not any(e is m for m in made))
     if not own and converted.plan.decisions:
-        held = {id(t): n for n, t in (*runner.model.named_parameters(), *runner.model.named_buffers())}
+        held = names_in(runner.model)
         names = {i: held[id(v)] for i, v in enumerate(inputs) if id(v) in held}
         made.append(Entry(len(runner.entries), converted, captured, names, {}, state, 0.0))
         runner.entries.append(made[-1])

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes.contract.policy import Policy
+from passes.contract.policy import SHORT, Policy
 from passes.graph.values import LOW_DTYPES
 
 from ..capture.compiled import runner_of as runner_of
@@ -32,7 +32,6 @@ _LIBRARIES = (
     "torch.", "lightning.", "pytorch_lightning.", "transformers.modeling_utils", "transformers.utils.",
     "transformers.integrations.", "transformers.configuration_utils", "huggingface_hub.",
 )  # fmt: skip
-_SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class _Forward:
@@ -101,7 +100,7 @@ class View:
     def __repr__(self) -> str:
         runner = runner_of(self)
         policy = runner.policy
-        low = f" {_SHORT[policy.dtype]}" if policy.dtype in LOW_DTYPES and policy.level.rounds else ""
+        low = f" {SHORT[policy.dtype]}" if policy.dtype in LOW_DTYPES and policy.level.rounds else ""
         casts = sum(entry.converted.plan.casts for entry in runner.entries)
         graphs = f"{len(runner.entries)} graphs, {casts} casts" if runner.entries else "not captured yet"
         return f"<fxamp view of {type(runner.model).__name__}: {policy.level}{low}, {graphs}>"

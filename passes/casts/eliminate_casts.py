@@ -68,7 +68,6 @@ class EliminateCasts:
 
 
 def _no_op(graph: Graph, assignment: Assignment) -> int:
-    """Before: to(x: bf16, bf16). After: x."""
     edits = 0
     for cast in _inserted(graph):
         value: Any = cast.args[0]
@@ -78,10 +77,7 @@ def _no_op(graph: Graph, assignment: Assignment) -> int:
 
 
 def _round_trip(graph: Graph, assignment: Assignment) -> int:
-    """Before: to(to(x: bf16, f32), bf16). After: x.
-
-    Two casts make a copy, which is still needed if x is written, or if the copy leaves the graph.
-    """
+    """Drop two casts, which make a copy, unless it is needed: if x is written, or if the copy leaves the graph."""
     edits, aliases = 0, functools.cache(lambda: Aliases(graph))  # slow to compute, and seldom needed
     for cast in _inserted(graph):
         middle: Any = cast.args[0]
@@ -99,7 +95,7 @@ def _round_trip(graph: Graph, assignment: Assignment) -> int:
 
 
 def _share(graph: Graph, assignment: Assignment, mode: str) -> int:
-    """Before: a = to(x, bf16); b = to(x, bf16). After: a twice. `a` may also be a user cast."""
+    """Share casts; the first of several may also be a user cast."""
     if mode == "never":
         return 0
     edits, aliases, modes, grad = 0, Aliases(graph), grad_modes(graph), requires_grad(graph)
@@ -135,7 +131,7 @@ def _what_is_cast(cast: Node) -> tuple[Any, ...]:
 
 
 def _promote(graph: Graph, assignment: Assignment) -> int:
-    """Before: add(to(x: bf16, f32), y: f32). After: add(x, y). A 0-dim y does not promote x, so that the cast stays."""
+    """Let the kernel promote; a 0-dim y does not promote x, so that the cast stays."""
     edits = 0
     for cast, reader in _absorbed(graph, assignment, lambda n: row_of(n).promotes_inside):
         value: Any = cast.args[0]
@@ -146,10 +142,7 @@ def _promote(graph: Graph, assignment: Assignment) -> int:
 
 
 def _share_storage(graph: Graph, assignment: Assignment, mode: str, device: str) -> int:
-    """Before: a = to(x, bf16); b = to(x, bf16). After: a = to(x, bf16); b = again(x, bf16, a). `a` may be a user cast.
-
-    It stands where the cast stood: autograd sums the gradients of x in the order in which their nodes were made.
-    """
+    """Read the storage of an earlier cast where a cast stood: autograd sums gradients in the order of their nodes."""
     casts = [n for n in graph.nodes if n.target is CAST and shares_storage(mode, n.args[0], device)]
     if len(casts) == len({c.args[0] for c in casts}):
         return 0

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import warnings
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -170,7 +169,7 @@ class Emitted:
         """Where each alias set of the model's values is written, or may be; by representative."""
         times: dict[Node, list[int]] = {}
         for node, at in self.order.items():
-            for value in may_write(node) if node.op.startswith("call") else ():
+            for value in may_write(node):
                 times.setdefault(self.aliases.find(value), []).append(at)
         return times
 
@@ -181,10 +180,8 @@ class Emitted:
 
     def is_written_between(self, value: Node, first: Node, last: Node) -> bool:
         """Say whether the storage of a value may be written after one node and before another."""
-        if not self.writes:
-            return False
-        times = self.writes.get(self.aliases.find(value), [])
-        return bisect_right(times, self.order[first]) < bisect_left(times, self.order[last])
+        times = self.writes.get(self.aliases.find(value), []) if self.writes else []
+        return any(self.order[first] < at < self.order[last] for at in times)
 
 
 class Law(NamedTuple):
@@ -275,7 +272,7 @@ LAWS = (
     Law("other grad mode", _other_grad_mode, "reads a cast that was made in another grad mode"),
     Law("no float", _no_float, "casts a value that autocast never casts"),
     Law("unread", _unread, "is a cast that nothing reads"),
-)  # fmt: skip
+)
 
 
 def broken(graph: Graph, assignment: Assignment) -> tuple[Node, Node, Law] | None:

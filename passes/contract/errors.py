@@ -1,4 +1,4 @@
-"""Every error that fxamp raises on purpose, under one base class."""
+"""Every error that fxamp raises on purpose, under one base class; and how the error of another is told."""
 
 from __future__ import annotations
 
@@ -104,3 +104,8 @@ class ScaleCollapseError(FxampError, FloatingPointError):
             ...
         passes.contract.errors.ScaleCollapseError: 1 steps in a row were skipped, because gradients were not finite...
     """
+
+
+def in_short(error: Exception) -> str:
+    """Return the type of an error and the first line of its text."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

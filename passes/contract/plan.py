@@ -238,10 +238,7 @@ class Plan:
         )  # fmt: skip
 
     def of_graph(self, index: int) -> Plan:
-        """Return the plan with the decisions on only one graph.
-
-        Args:
-            index: Number of the graph.
+        """Return the plan with the decisions on only one graph, by its number.
 
         Example:
             >>> fxamp.plan_of(converted).of_graph(0).decisions == fxamp.plan_of(converted).decisions
@@ -250,10 +247,7 @@ class Plan:
         return replace(self, decisions=tuple(d for d in self.decisions if d.graph == index))
 
     def from_graph(self, first: int) -> Plan:
-        """Return the plan without the graphs before one, which gets the number 0.
-
-        Args:
-            first: Number of the graph.
+        """Return the plan without the graphs before the one of a number, which gets the number 0.
 
         Example:
             >>> fxamp.plan_of(converted).from_graph(0).decisions == fxamp.plan_of(converted).decisions
@@ -262,10 +256,7 @@ class Plan:
         return replace(self, decisions=_between(self.decisions, first, None), states=())
 
     def part(self, at: int) -> Plan:
-        """Return the plan of one state, whose first graph gets the number 0.
-
-        Args:
-            at: Number of the state among `states`.
+        """Return the plan of one state, by its place among `states`; its first graph gets the number 0.
 
         Example:
             >>> fxamp.plan_of(converted).part(0) == fxamp.plan_of(converted)  # there is only one state

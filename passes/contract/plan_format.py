@@ -89,7 +89,7 @@ def known_part(data: dict[str, Any], plan_kind: type, decision_kind: type) -> di
         known["decisions"] = [
             {name: value for name, value in row.items() if name in decision} if isinstance(row, dict) else row
             for row in known["decisions"]
-        ]  # fmt: skip
+        ]
     return known
 
 

@@ -32,6 +32,7 @@ Stack: TypeAlias = Sequence[tuple[str, Sequence[str]]]
 
 COLOURS = ("low", "fp32", "keep")
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+SHORT = {dtype: name for name, dtype in DTYPES.items()}
 CHOICES = {
     "output_dtype": ("original", "autocast", "low"),
     "cost": ("bytes", "measured"),
@@ -139,10 +140,7 @@ class Policy:
 
     @classmethod
     def parse(cls, text: str) -> Policy:
-        """Read the string form, `LEVEL[,KEY=VALUE]...`.
-
-        Args:
-            text: Keys are the arguments of `Policy`; overrides are `modules.NAME` and `ops.NAME`.
+        """Read the string form, `LEVEL[,KEY=VALUE]...`: keys are arguments of `Policy`, `modules.NAME` and `ops.NAME`.
 
         Raises:
             PolicyError: The text is not a policy; the message shows the correct form.
@@ -206,13 +204,12 @@ class Policy:
     def __str__(self) -> str:
         """Write the string form that `parse` reads; settings at their default are left out."""
         default, parts = Policy(), [str(self.level)]
-        short = {dtype: name for name, dtype in DTYPES.items()}
         for field in fields(self)[1:]:
             value = getattr(self, field.name)
             if field.name in ("modules", "ops"):
                 parts += [f"{field.name}.{key}={colour}" for key, colour in value]
             elif value != getattr(default, field.name):
-                parts.append(f"{field.name}={short.get(value, value)}")
+                parts.append(f"{field.name}={SHORT.get(value, value)}")
         return ",".join(parts)
 
 

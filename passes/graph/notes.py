@@ -6,7 +6,7 @@ A note is frozen, since a copied node shares the objects in its meta with the or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -130,11 +130,8 @@ def is_ours(node: Node) -> bool:
 def origin(node: Node) -> dict[str, Any]:
     """Return the part of a node's meta that says where it comes from."""
     inherited = Note(region=note_of(node).region, fused=note_of(node).fused)
-    return _places(node.meta) | ({NOTE: inherited} if inherited != _NOTHING else {})
-
-
-def _places(meta: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: meta[k] for k in ("nn_module_stack", "stack_trace") if k in meta}
+    places = {k: node.meta[k] for k in ("nn_module_stack", "stack_trace") if k in node.meta}
+    return places | ({NOTE: inherited} if inherited != _NOTHING else {})
 
 
 def move_to(node: Node, other: Node) -> None:
@@ -142,20 +139,3 @@ def move_to(node: Node, other: Node) -> None:
     for key in ("nn_module_stack", "stack_trace", NOTE):
         node.meta.pop(key, None)
     node.meta |= origin(other)
-
-
-# A saved module keeps where its nodes come from, who made them, and their names; as plain data, so that no path of
-# this file is in it.
-
-
-def saved(node: Node) -> dict[str, Any]:
-    """Return what a saved module keeps of a node's meta."""
-    words = {"made_by": note_of(node).made_by, "leaf": note_of(node).leaf}
-    return _places(node.meta) | {k: v for k, v in words.items() if v}
-
-
-def loaded(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the meta of what `saved` gave, or a version before it, which had `fxamp` and `leaf_type`."""
-    made_by = data.get("made_by") or (CAST_OPERAND if data.get("fxamp") == "cast" else "")
-    old = Note(made_by=made_by, leaf=data.get("leaf") or data.get("leaf_type") or "")
-    return _places(data) | ({NOTE: old} if old != _NOTHING else {})

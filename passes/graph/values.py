@@ -137,9 +137,7 @@ def recast(before: ValueDtype, dtype: torch.dtype) -> ValueDtype:
 
 def is_floating(dtype: ValueDtype) -> bool:
     """Say whether this is a floating dtype, or a container with one in it."""
-    if isinstance(dtype, tuple):
-        return any(is_floating(d) for d in dtype)
-    return isinstance(dtype, torch.dtype) and dtype.is_floating_point
+    return first_float(dtype) is not None
 
 
 def first_float(dtype: ValueDtype) -> torch.dtype | None:

@@ -30,7 +30,7 @@ from ..ops.rules import COMPOSITE, row_of
 logger = logging.getLogger("fxamp")
 aten = torch.ops.aten
 LOSS = "cross_entropy_loss"  # the op that is split
-_NONE, _MEAN, _SUM = range(3)  # as torch::Reduction has them
+_NONE, _MEAN = 0, 1  # as torch::Reduction has them
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,6 @@ def cast_before_norms(graph: Graph) -> int:
 
 
 def _cast_first(node: Node, dtype: Any) -> None:
-    """Before: norm(x, dtype=bfloat16). After: norm(to(x, bfloat16))."""
     value: Any = node.args[0] if node.args else next(ops.operands(node)).node
     gives: Any = dtypes_of(node.meta.get("val"))  # its dtypes without autocast
     with node.graph.inserting_before(node):

@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,6 @@ from ..contract.devices import DEVICES
 from ..contract.policy import dtype_name
 from . import ops
 from .rules import COMPOSITE, LOW, Rule, lookup, row_named
-
-NAMES = ("fp32_internal", "fp32_backward", "rounds_once", "scatters", "commutes_forward", "commutes_backward")
 
 
 @dataclass(frozen=True)
@@ -51,6 +49,9 @@ class Facts:
     commutes_forward: bool = False
     commutes_backward: bool = False
     status: str = "assumed"
+
+
+NAMES = tuple(f.name for f in fields(Facts) if f.name != "status")
 
 
 @dataclass(frozen=True)
@@ -103,18 +104,13 @@ def facts(name: str, device: str, low: torch.dtype, **static: Any) -> Facts:
     row = row_named(name)
     base = row.name if row.known else name
     table, on = _table(device)
-    measured = on == this_machine(device)
     variants = {key: set(by_low.get(dtype_name(low), ())) for key, by_low in table.get(base, {}).items()}
     wanted = static_key({k: static[k] for k in statics(base, device) if k in static})
-    if wanted in variants:
-        return _facts(variants[wanted], "measured" if measured else "assumed")
-    if variants:
-        return _facts(set.intersection(*variants.values()), "assumed")
-    return Facts(commutes_forward=row.commutes != "", commutes_backward=row.commutes == "both")
-
-
-def _facts(names: set[str], status: str) -> Facts:
-    return Facts(**{name: name in names for name in NAMES}, status=status)
+    if not variants:
+        return Facts(commutes_forward=row.commutes != "", commutes_backward=row.commutes == "both")
+    names = variants[wanted] if wanted in variants else set.intersection(*variants.values())
+    status = "measured" if wanted in variants and on == this_machine(device) else "assumed"
+    return Facts(**dict.fromkeys(names, True), status=status)
 
 
 def facts_of(node: Node, device: str, low: torch.dtype) -> Facts:

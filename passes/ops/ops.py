@@ -86,8 +86,6 @@ _FUNCTIONS: dict[Any, str] = {
     abs: "abs", pow: "pow", round: "round", getattr: "getattr", _torch.DATA_OF: "detach",
 }  # fmt: skip
 
-_SHARDS = {"from_local": "from_local", "prim_from_local": "from_local"}  # methods of sharded tensors in Dynamo
-
 # Arguments that turn a Python function into another op.
 _SUFFIXES: dict[str, dict[Any, str]] = {
     "inplace": {True: "_"},
@@ -170,8 +168,8 @@ def of_target(target: Any) -> str:
         return OPERATORS.get(plain, plain)
     if module == "torch._tensor" or getattr(target, "__objclass__", None) in torch.Tensor.__mro__:
         return _of_method(plain)
-    if plain in _SHARDS:
-        return _SHARDS[plain]
+    if plain in ("from_local", "prim_from_local"):  # of sharded tensors in Dynamo
+        return "from_local"
     return canonical(plain) if module in _SPACES else f"{module}.{plain}"
 
 
@@ -231,7 +229,6 @@ def is_projected(node: Node) -> bool:
 # Arguments.
 
 
-@functools.lru_cache(maxsize=4096)
 def first_schema(op: str) -> Any:
     """Return the schema of the first overload of an ATen op that takes tensors, or None."""
     return next(iter(_schemas(op)), None)

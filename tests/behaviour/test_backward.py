@@ -16,9 +16,10 @@ from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
 import fxamp
-from fxamp.trust.distance import UnderAutocast, floats
+from fxamp.trust.given_step import floats
 from passes.runtime.casts import CAST, again
 from reports.architectures import BY_NAME
+from reports.baseline import UnderAutocast
 from tests.support.front_ends import FRESH
 from tests.support.helpers import Two
 

@@ -13,7 +13,8 @@ import torch
 from torch.export import ExportedProgram
 
 import fxamp
-from fxamp.trust.distance import distance, floats
+from fxamp.trust.given_step import floats
+from reports.baseline import distance
 from reports.subjects import Subject, converted, run, set_mode, subject
 from reports.trial.judge import exported
 from reports.zoo import BY_NAME, SOME

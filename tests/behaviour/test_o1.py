@@ -8,8 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fxamp.trust.distance import UnderAutocast, distance, floats
+from fxamp.trust.given_step import floats
 from passes.contract.reasons import DEVIATIONS
+from reports.baseline import UnderAutocast, distance
 from reports.subjects import (
     converted,
     oracle,

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 import fxamp
-from fxamp.trust.distance import UnderAutocast
 from passes._torch import pytree
 from passes.graph.notes import is_inserted
+from reports.baseline import UnderAutocast
 from tests.support.helpers import Two, assert_same, example, run
 
 FRONT_ENDS = ("view", "graph")

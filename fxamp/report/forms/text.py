@@ -212,7 +212,7 @@ def _modules(
     return [row, *(each for child, own in children.items() for each in _modules(own, child, casts, depth, level + 1))]
 
 
-def costliest(record: Record, nodes: Sequence[NodeRecord], most: int = MOST) -> list[tuple[str, ...]]:
+def costliest(record: Record, nodes: Sequence[NodeRecord]) -> list[tuple[str, ...]]:
     """Return a row for each of the costliest lines, by the bytes of their casts, then by the bytes kept for backward.
 
     The outputs have a row of their own if all nodes are given. Without sizes there is no row.
@@ -235,7 +235,7 @@ def costliest(record: Record, nodes: Sequence[NodeRecord], most: int = MOST) -> 
         found.append((outputs, [], (*row, _mb(c.bytes for c in outputs), "", "")))
     # The sort is stable: lines of equal cost keep their order.
     found.sort(key=lambda f: (-sum(c.bytes or 0 for c in f[0]), -sum(n.saved_bytes or 0 for n in f[1])))
-    return [row for _, _, row in found[:most]]
+    return [row for _, _, row in found[:MOST]]
 
 
 def _mb(values: Iterable[int | None]) -> str:

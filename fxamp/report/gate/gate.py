@@ -146,7 +146,7 @@ def _of_plan(before: Plan, now: Plan) -> Iterable[Change]:
 
 def _message(
     target: str, found: GraphDiff, before: Plan | None, now: Plan, broken: Sequence[str], plan: str, wrote: bool
-) -> str:  # fmt: skip
+) -> str:
     if wrote:
         return f"{target}: {'wrote' if before is None else 'updated'} {plan}"
     parts = []

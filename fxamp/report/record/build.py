@@ -62,9 +62,7 @@ def record_of(plan: Plan, graphs: Sequence[Emitted] = (), model: nn.Module | Non
     starts = [(g.first, g.state) for g in graphs] or [(int(number), name) for number, _, name in named] or [(0, "")]
     owner = [bisect_right(starts, d.graph, key=lambda start: start[0]) - 1 for d in plan.decisions]
     seen = set[Node]()
-    nodes = tuple(
-        _node(d, parts[at] if parts else None, seen) for d, at in zip(plan.decisions, owner, strict=True)
-    )  # fmt: skip
+    nodes = tuple(_node(d, parts[at] if parts else None, seen) for d, at in zip(plan.decisions, owner, strict=True))
     return Record(
         version=RECORD_VERSION, policy=str(plan.policy), device=plan.policy.device or "cpu", capture=plan.capture,
         verified=plan.verified, torch=plan.torch_version, fxamp=installed() or "(not installed)",

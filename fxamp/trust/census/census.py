@@ -1,27 +1,38 @@
-"""`fxamp.census`: what ran in one real step, in which dtype, and whether that is what was planned."""
+"""`fxamp.census`: what ran in one real step, in which dtype, and whether that is what was planned.
+
+`CallCensus` is that of calls of a TrainStep that run anyway: the first, and the next after a graph was captured.
+"""
 
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from tabulate import tabulate
 from torch import nn
 
 from passes._torch import compiled_call, original_of
+from passes.contract.errors import PolicyError, VerificationError
 
 from ...capture.compiled import runner_of
 from ...convert import converted_in
 from ...report.forms.harmless import as_text
 from ..given_step import model_of
-from .differences import Difference, differences_of, odd_products, of_products
-from .graphs import watched_graphs
-from .inductor import Compiled, compiled_of, compiled_otherwise
+from ..watch import Watch
+from .differences import (
+    Compiled,
+    Difference,
+    compiled_of,
+    compiled_otherwise,
+    differences_of,
+    odd_products,
+    of_products,
+)
 from .rows import Row, ledgers_of, planned_rows, rows_of, where_of
-from .scaling import Scaling, scaling_differences, scaling_of
-from .step import Step, run
+from .step import Scaling, Step, run, scaling_differences, scaling_of, watched_graphs
 
 _SHOWN = 20  # differences in the text
 
@@ -154,13 +165,7 @@ def census(model_or_step: Any, inputs: Any, target: Any = None, *, loss: Callabl
 
 
 def census_of(model: nn.Module, parts: Mapping[str, nn.Module], step: Step) -> Census:
-    """Return what was seen in a step, compared with the plan.
-
-    Args:
-        model: the model that ran.
-        parts: the views and converted graphs in it, by path.
-        step: the step that was watched.
-    """
+    """Return what was seen in a step of a model, compared with the plans of its parts: views and graphs, by path."""
     watch = step.watch
     ledgers = ledgers_of(watch)
     rows = rows_of(watch, ledgers)
@@ -219,3 +224,55 @@ def _text(found: Census) -> str:
     if len(found.differences) > _SHOWN:
         lines.append(f"  and {len(found.differences) - _SHOWN} more in .differences")
     return "\n".join(lines)
+
+
+class CallCensus:
+    """Watches calls when there are new graphs, and says what did not run as planned.
+
+    Args:
+        how: "warn", or "error", which raises.
+
+    Attributes:
+        last: the last census; None before the first.
+
+    Raises:
+        PolicyError: `how` is something else.
+    """
+
+    def __init__(self, how: Literal["warn", "error"]) -> None:
+        if how not in ("warn", "error"):
+            raise PolicyError(f'census must be "warn", "error" or None, got {how!r}')
+        self._how, self._graphs = how, -1
+        self.last: Census | None = None
+
+    def is_due(self, model: nn.Module) -> bool:
+        """Say whether graphs were captured since the last census, or there was none."""
+        return self._graphs != _graphs(model)
+
+    def __call__(self, step: Any, run: Callable[[], Any]) -> Any:
+        """Run a call of a TrainStep under a watch, and return its result.
+
+        Raises:
+            VerificationError: something did not run as planned, and `how` is "error".
+        """
+        parts = converted_in(step.model)
+        watch = Watch(step.model, CallCensus.__call__.__code__)
+        with watched_graphs([part for _, part in parts]), watch:
+            result = run()
+        self._graphs = _graphs(step.model)
+        ended = result.reason != "accumulating"
+        seen = Step(watch, (), step.scaler, result.reason == "overflow", ended)
+        self.last = found = census_of(step.model, dict(parts), seen)
+        if found.differences:
+            listed = "".join(f"\n  {d}" for d in found.differences[:5])
+            text = f"{found.name}: {len(found.differences)} differences between what ran and the plan:{listed}"
+            if self._how == "error":
+                raise VerificationError(text)
+            warnings.warn(text, stacklevel=3)
+        return result
+
+
+def _graphs(model: nn.Module) -> int:
+    """Return the number of graphs of all views in a model."""
+    runners = [runner for module in model.modules() if (runner := runner_of(module)) is not None]
+    return sum(len(runner.entries) for runner in runners)

@@ -1,15 +1,21 @@
-"""Compare what ran with what was planned, node by node."""
+"""Compare what ran with what was planned, node by node.
+
+Of a graph that Inductor compiled there is its own record: the buffers that it stores, and the products that it calls.
+What a kernel computes between its loads and its stores lies in registers, in FP32 by Inductor's design: a node whose
+value is not stored was fused away, and there is nothing to compare. All others are compared with the plan.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.fx import GraphModule, Node
 
+from passes.contract.policy import dtype_name
 from passes.graph.notes import is_inserted
 from passes.graph.values import LOW_DTYPES
 
@@ -17,7 +23,7 @@ from ...capture import recompile_limit
 from ..watch import Place, Seen, Sum, Watch
 from .rows import Ledger, is_cast, planned_dtypes
 
-_LOW = tuple(str(dtype).removeprefix("torch.") for dtype in LOW_DTYPES)
+_LOW = tuple(map(dtype_name, LOW_DTYPES))
 
 
 @dataclass(frozen=True)
@@ -49,14 +55,7 @@ class Difference:
 
 
 def differences_of(watch: Watch, ledgers: Sequence[Ledger], views: Mapping[str, Any], whole: bool) -> list[Difference]:
-    """Return all that did not run as planned, by where it is.
-
-    Args:
-        watch: what was seen.
-        ledgers: the graphs that ran.
-        views: the runners of the views in the model, by path.
-        whole: the model as a whole was compiled in place.
-    """
+    """Return all that did not run as planned, of the views in a model, or of the whole model, compiled in place."""
     found = [d for ledger in ledgers for d in _of_graph(ledger)]
     found += of_products(watch, ledgers)[0]
     found += _outside(watch, ledgers, views, whole)
@@ -203,23 +202,15 @@ def _why(seen: Seen, ops: Iterable[tuple[Seen, Sum]], watch: Watch, ledgers: Seq
 def _uncaptured(watch: Watch, views: Mapping[str, Any]) -> Iterator[Difference]:
     """Yield the views that did not run their plan, or were not called."""
     for model, why in watch.missed:
-        yield Difference("uncaptured", _name(model), "a captured graph", "a call without it", why)
+        yield Difference("uncaptured", type(model).__name__, "a captured graph", "a call without it", why)
     for path, runner in views.items():
         if not any(entered is runner for entered in watch.entered):
-            yield Difference("uncaptured", path or _name(runner.model), "a call of the view", "", "it was not called")
-
-
-def _name(model: nn.Module) -> str:
-    return type(model).__name__
+            where = path or type(runner.model).__name__
+            yield Difference("uncaptured", where, "a call of the view", "", "it was not called")
 
 
 def odd_products(watch: Watch, where: Mapping[Seen, str]) -> list[Difference]:
-    """Return, for a model without a plan, the products that ran in another dtype than most FLOPs did.
-
-    Args:
-        watch: what was seen.
-        where: how each place is called.
-    """
+    """Return, for a model without a plan, the products that ran in another dtype than most FLOPs did."""
     products = {seen: total for seen, total in watch.sums.items() if seen.product and seen.operands}
     flops: dict[str, int] = {}
     for seen, total in products.items():
@@ -228,13 +219,76 @@ def odd_products(watch: Watch, where: Mapping[Seen, str]) -> list[Difference]:
         return []
     most = next((dtype for dtype in flops if dtype in _LOW), max(flops, key=lambda dtype: flops[dtype]))
     return [
-        Difference(
-            "dtype", where[seen], "", f"{seen.op} in {seen.dtype}", _others(seen, most), flops=total.flops
-        )
-        for seen, total in products.items() if seen.dtype != most
-    ]  # fmt: skip
+        Difference("dtype", where[seen], "", f"{seen.op} in {seen.dtype}", _others(seen, most), flops=total.flops)
+        for seen, total in products.items()
+        if seen.dtype != most
+    ]
 
 
 def _others(seen: Seen, most: str) -> str:
     how = "backward" if seen.place.backward else "forward"
     return f"{how}, where other products ran in {most}{f'; {seen.place.where}' if seen.place.where else ''}"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What Inductor's record says of one graph.
+
+    Attributes:
+        graph: Which of the graphs that ran.
+        nodes: Nodes of the emitted graph, casts among them, with one floating result.
+        stored: How many of them are stored, each compared with its dtype in the plan.
+        products: How many of these are kernels of a library, whose operands are compared too.
+        fused: How many were fused away.
+        loads: How often buffers of a dtype are loaded, in forward and backward.
+        stores: How often buffers of a dtype are stored, in forward and backward.
+    """
+
+    graph: int
+    nodes: int
+    stored: int
+    products: int
+    fused: int
+    loads: dict[str, int]
+    stores: dict[str, int]
+
+    def __str__(self) -> str:
+        loads, stores = (", ".join(f"{n} {dtype}" for dtype, n in d.items()) for d in (self.loads, self.stores))
+        return (
+            f"graph {self.graph} was compiled by Inductor; by its record {self.stored} of {self.nodes} nodes and casts "
+            f"are stored, {self.products} of them by kernels of a library, and compared; {self.fused} were fused away; "
+            f"kernels load {loads or 'nothing'} and store {stores or 'nothing'}"
+        )
+
+
+def compiled_of(ledger: Ledger) -> Compiled | None:
+    """Return what Inductor's record says of a graph that ran; None where there is no record."""
+    if ledger.ran.kernels is None:
+        return None
+    both = [*ledger.ran.kernels[0], *ledger.ran.kernels[1]]
+    nodes = [n for n in ledger.emitted.values() if n.op.startswith("call") and len(planned_dtypes(n)[1]) == 1]
+    stored = {k.made_from: k for k in ledger.ran.kernels[0] if k.made_from in {n.name for n in nodes}}
+    return Compiled(
+        ledger.number, len(nodes), len(stored), sum(k.extern for k in stored.values()), len(nodes) - len(stored),
+        _counted(d for k in both for d in k.loaded), _counted(k.stored for k in both),
+    )  # fmt: skip
+
+
+def compiled_otherwise(ledger: Ledger) -> Iterator[Difference]:
+    """Yield the nodes that Inductor stores in another dtype than the plan's, or whose library kernel reads another."""
+    for kernel in ledger.ran.kernels[0] if ledger.ran.kernels is not None else ():
+        node = ledger.emitted.get(kernel.made_from)
+        planned = planned_dtypes(node) if node is not None else ((), ())
+        if len(planned[1]) != 1:
+            continue
+        key, stored = ledger.key(kernel.made_from), dtype_name(kernel.stored)
+        if stored != planned[1][0]:
+            yield Difference("dtype", key, planned[1][0], stored, "Inductor stores it so", ledger.number)
+        loaded = {dtype_name(dtype) for dtype in kernel.loaded if dtype.is_floating_point}
+        if kernel.extern and loaded - set(planned[0]):
+            reads, ran = " ".join(sorted(set(planned[0]))), " ".join(sorted(loaded))
+            yield Difference("dtype", key, reads, ran, f"{kernel.op}, as Inductor calls it", ledger.number)
+
+
+def _counted(dtypes: Iterable[torch.dtype]) -> dict[str, int]:
+    return dict(sorted(Counter(map(dtype_name, dtypes)).items()))

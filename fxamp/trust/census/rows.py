@@ -109,10 +109,7 @@ def rows_of(watch: Watch, ledgers: tuple[Ledger, ...]) -> tuple[Row, ...]:
         found = merged.setdefault(_row(seen, ledgers), Sum())
         found.count, found.flops, found.bytes = found.count + s.count, found.flops + s.flops, found.bytes + s.bytes
         found.casts, found.cast_bytes = found.casts + s.casts, found.cast_bytes + s.cast_bytes
-    return tuple(
-        replace(row, count=s.count, flops=s.flops, bytes=s.bytes, casts=s.casts, cast_bytes=s.cast_bytes)
-        for row, s in merged.items()
-    )  # fmt: skip
+    return tuple(replace(row, **vars(s)) for row, s in merged.items())
 
 
 def _row(seen: Seen, ledgers: tuple[Ledger, ...]) -> Row:
@@ -144,19 +141,16 @@ def planned_rows(ledgers: Iterable[Ledger]) -> tuple[Row, ...]:
     """Return what was planned for the graphs that ran: a row for each decision, and for each cast."""
     made: list[Row] = []
     for ledger in ledgers:
-        calls = ledger.ran.calls
+        at, calls = ledger.number, ledger.ran.calls
         for name, node in ledger.emitted.items():
-            decision = ledger.decisions.get(ledger.key(name))
+            key, dtypes = ledger.key(name), planned_dtypes(node)
+            decision = ledger.decisions.get(key)
             if is_inserted(node):
-                dtypes = planned_dtypes(node)
                 casts = calls if is_cast(node) else 0
-                made.append(Row(ledger.key(name), "forward", "cast", *dtypes, calls, casts=casts, graph=ledger.number))
+                made.append(Row(key, "forward", "cast", *dtypes, calls, casts=casts, graph=at))
             elif decision is not None:
-                dtypes = planned_dtypes(node)
                 module = decision.module_path
-                made.append(
-                    Row(decision.key, "forward", decision.op, *dtypes, calls, graph=ledger.number, module=module)
-                )
+                made.append(Row(key, "forward", decision.op, *dtypes, calls, graph=at, module=module))
     return tuple(made)
 
 

@@ -1,21 +1,33 @@
-"""Run one real step, forward, loss and backward, so that afterwards everything is as before."""
+"""Run one real step, forward, loss and backward, so that afterwards everything is as before.
+
+And what it did about the range of FP16: whether its loss was scaled, its gradients unscaled, and its step taken.
+
+A watch sees converted graphs that are modules too: each runs node by node meanwhile.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.fx import GraphModule
 
 from passes.contract.errors import PolicyError
+from passes.contract.plan import Plan
 from passes.graph.values import no_autocast
 
+from ...capture.emitted import record_on
+from ...capture.given import flat_inputs
 from ..given_step import as_before, copies, loss_of, model_of, output_of
 from ..preserved import same_attributes, same_random_state
 from ..tensors import held, kept
-from ..watch import Watch
+from ..watch import Watch, node_by_node
+from .differences import Difference
+from .rows import Row
 
 _FORWARD_ALONE = "only the forward ran: the loss requires no gradient"
 
@@ -86,3 +98,87 @@ def _of_step(step: Any, inputs: Any, target: Any) -> Step:
         for p, gradient in gradients:
             p.grad = gradient
     return Step(watch, (), step.scaler, skipped)
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """The facts of loss scaling in one step.
+
+    Attributes:
+        low_gradients: Gradients were computed in FP16, so small ones become zero without a loss scale.
+        scaler: "enabled", "disabled", or "" where none was seen.
+        scaled: A gradient scaler has scaled the loss.
+        unscaled: How often gradients were unscaled.
+        skipped: The optimizer did not step, since gradients were not finite.
+    """
+
+    low_gradients: bool
+    scaler: str
+    scaled: bool
+    unscaled: int
+    skipped: bool
+
+    def __str__(self) -> str:
+        if not self.low_gradients:
+            return "not needed: no gradient was computed in FP16"
+        loss = "the loss was scaled" if self.scaled else "the loss was NOT scaled"
+        scaler = f"the scaler is {self.scaler}" if self.scaler else "no scaler was seen"
+        after = ", the step was skipped: gradients were not finite" if self.skipped else ""
+        return f"gradients in FP16; {scaler}; {loss}; gradients were unscaled {self.unscaled} times{after}"
+
+
+def scaling_of(step: Step, rows: Iterable[Row]) -> Scaling:
+    """Return the facts of loss scaling of a step."""
+    low = any(row.phase == "backward" and "float16" in row.operands for row in rows)
+    scaler = "" if step.scaler is None else "enabled" if step.scaler.is_enabled() else "disabled"
+    return Scaling(low, scaler, step.watch.scaled and scaler != "disabled", step.watch.unscaled, step.skipped)
+
+
+def scaling_differences(scaling: Scaling, step: Step) -> list[Difference]:
+    """Return what of the scaling of a TrainStep is wrong; of a model alone the loop is not known."""
+    if step.scaler is None:
+        return []
+    found = []
+    if scaling.low_gradients and not scaling.scaled:
+        why = "gradients below 6e-8 become zero; give the TrainStep a LossScaler that is enabled"
+        found.append(Difference("scaling", "loss", "scaled", f"unscaled, with a scaler that is {scaling.scaler}", why))
+    if step.ended and scaling.scaled and not scaling.skipped and not scaling.unscaled:
+        found.append(Difference("scaling", "gradients", "unscaled once", "scaled gradients into the optimizer"))
+    return found
+
+
+@dataclass(frozen=True)
+class Given:
+    """A converted graph, as the watch knows it.
+
+    Attributes:
+        graph: the graph.
+        plan: what was decided on it.
+        broke: no graph that a user gives was broken.
+    """
+
+    graph: GraphModule
+    plan: Plan
+    broke: str = ""
+
+
+@contextlib.contextmanager
+def watched_graphs(parts: Sequence[nn.Module]) -> Iterator[None]:
+    """Put what a watch can see in the place of the `forward` of converted graphs."""
+    changed = [part for part in parts if isinstance(part, GraphModule) and record_on(part) is not None]
+    for part in changed:
+        part.__dict__["forward"] = _by_node(part, Given(part, (record_on(part) or {})["plan"]))
+    try:
+        yield
+    finally:
+        for part in changed:
+            del part.__dict__["forward"]
+
+
+def _by_node(part: GraphModule, given: Given) -> Callable[..., Any]:
+    run = node_by_node(part.forward, part, given, "eager")
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return part.graph.process_outputs(run(*flat_inputs(part, args, kwargs)))
+
+    return forward

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 from tabulate import tabulate
-from torch import Tensor
 
 from passes.contract.errors import FxampError, PolicyError
 from passes.contract.plan import Plan
+from passes.contract.policy import SHORT
 from passes.graph.values import no_autocast
 
 from ...convert import convert, plan_of
@@ -191,7 +191,7 @@ def advise(
 
 def _advice(subject: Subject, dtype: str | None) -> Advice:
     given = subject.given
-    low = dtype or ("" if subject.own is None or subject.own.dtype is None else _short(subject.own.dtype))
+    low = dtype or ("" if subject.own is None or subject.own.dtype is None else SHORT[subject.own.dtype])
     suffix = f",dtype={low}" if low else ""
     names = {name: name + suffix for name in POLICIES}
     notes = _with_tuned(subject, names, suffix)
@@ -236,7 +236,6 @@ def _times(subject: Subject, names: Sequence[str], batch: Batch) -> dict[str, tu
         stack.enter_context(as_before(subject.model))
         stack.enter_context(torch.enable_grad())
         steps = {name: _step(subject, name, batch) for name in names}
-        begun = time.perf_counter()
         for step in steps.values():
             step()  # captured here
         begun = time.perf_counter()
@@ -255,16 +254,15 @@ def _times(subject: Subject, names: Sequence[str], batch: Batch) -> dict[str, tu
     return found
 
 
-def _step(subject: Subject, name: str, batch: Batch, scale: float = 1.0) -> Callable[[], None]:
+def _step(subject: Subject, name: str, batch: Batch) -> Callable[[], None]:
     """Return a function that runs forward, loss and backward; gradients are dropped."""
-    model, region = subject.how(name)
+    forward = subject.forward(name, batch)
 
     def step() -> None:
-        with region():
-            loss = subject.given.run(model, batch)[1]
+        loss = forward()
         if loss.requires_grad:
             with no_autocast():
-                (loss * scale).backward()
+                loss.backward()
         for p in subject.model.parameters():
             p.grad = None
 
@@ -275,14 +273,8 @@ def _option(
     short: str, subject: Subject, name: str, batch: Batch, timed: tuple[float, float], errors: Errors,
     predicted: Errors | None,
 ) -> Option:  # fmt: skip
-    model, region = subject.how(name)
-
-    def forward() -> Tensor:
-        with region():
-            return subject.given.run(model, batch)[1]
-
     with as_before(subject.model), torch.enable_grad():
-        saved = saved_bytes(forward)
+        saved = saved_bytes(subject.forward(name, batch))
     return Option(
         short, *timed, errors.casts or 0, errors.cast_bytes or 0, saved, errors.loss, errors.per_parameter,
         None if predicted is None else predicted.loss, None if predicted is None else predicted.per_parameter,
@@ -294,12 +286,10 @@ def _skips(subject: Subject, name: str, batch: Batch) -> Iterator[float]:
     """Yield the loss scales at which a step in FP16 is skipped."""
     if name == FP32 or subject.policy(name).dtype != torch.float16:
         return
-    model, region = subject.how(name)
-    scale = _SCALE
+    forward, scale = subject.forward(name, batch), _SCALE
     while scale >= _LEAST:
         with as_before(subject.model), torch.enable_grad():
-            with region():
-                loss = subject.given.run(model, batch)[1]
+            loss = forward()
             with no_autocast():
                 (loss.float() * scale).backward()
             if all(bool(p.grad.isfinite().all()) for p in subject.model.parameters() if p.grad is not None):
@@ -311,11 +301,8 @@ def _skips(subject: Subject, name: str, batch: Batch) -> Iterator[float]:
 def choose(options: Sequence[Option]) -> tuple[str, str]:
     """Return the option to take, and the reason.
 
-    Args:
-        options: with FP32 and autocast among them.
-
     Raises:
-        PolicyError: one of the two is missing.
+        PolicyError: FP32 or autocast is missing.
     """
     named = {option.name: option for option in options}
     if not {FP32, AUTOCAST} <= named.keys():
@@ -352,10 +339,6 @@ def _noise(one: Option, other: Option) -> float:
 
 def _ratio(one: Option, other: Option) -> str:
     return f"{100 * one.seconds / other.seconds:.0f} %"
-
-
-def _short(dtype: torch.dtype) -> str:
-    return {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
 
 
 def _shown(value: float | None) -> str:

@@ -120,9 +120,8 @@ class _Search:
             ops = {**dict(self._policy.ops), **dict.fromkeys(fp32, "fp32")}
             model = self._subject.model
             with as_before(model):
-                inputs = self._subject.given.batches[0][0]
-                example = (None, inputs) if isinstance(inputs, dict) else (inputs, None)
-                view = convert(model, *example, policy=replace(self._policy, ops=tuple(ops.items())), check=False)
+                asked = replace(self._policy, ops=tuple(ops.items()))
+                view = convert(model, *self._subject.given.example, policy=asked, check=False)
                 plan = plan_of(view)
                 self._known[key] = _number(self._metric(view)), plan
         return self._known[key]

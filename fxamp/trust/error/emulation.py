@@ -30,6 +30,8 @@ from passes.ops.rules import row_of
 from passes.runtime.casts import again, cast_floating, cast_weight
 from passes.runtime.regions import under_autocast
 
+from ..given_step import floats
+
 _TO_LOW = ("half", "bfloat16")  # methods
 _UNCHANGED = (again, cast_floating, cast_weight)  # casts of the runtime: their first argument is what is cast
 Place = tuple[Any, ...]  # where a value is rounded: equal in the graphs of all policies
@@ -115,7 +117,7 @@ class GraphSites:
         if is_ours(node) and not is_inserted(node):
             return True
         row = row_of(node)
-        read = [o.node for o in ops.operands(node) if _is_float(o.node.meta.get("val"))]
+        read = [o.node for o in ops.operands(node) if floats(o.node.meta.get("val"))]
         return (row.commutes != "" or row.asks != "" or row.is_cast) and all(self.low[n] for n in read)
 
     def of(self, node: Node, part: str = "") -> Site:
@@ -168,16 +170,16 @@ class Emulation(Interpreter):
     def run_node(self, n: Node) -> Any:
         """Run one node."""
         if not n.op.startswith("call"):
-            return pytree.tree_map(_wide, super().run_node(n))
+            return pytree.tree_map(raised, super().run_node(n))
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        args, kwargs = pytree.tree_map(_without_low, (args, kwargs))
-        if self._decides is not None and _chooses(n) and _is_fp32(args[0]):
+        args, kwargs = pytree.tree_map(raised, (args, kwargs))
+        if self._decides is not None and _chooses(n) and is_fp32(args[0]):
             count, dim = self._value(ops.argument(n, "k", 1)), self._value(ops.argument(n, "dim"))
             dim = -1 if dim is None and ops.name(n) == "topk" else dim
             self._decides(self._sites.keys[n], args[0].detach(), count, dim)
         with no_autocast():
-            value = pytree.tree_map(_wide, self._computed(n, args, kwargs))
-        if row_of(n).asks or not _is_float(n.meta.get("val")):
+            value = pytree.tree_map(raised, self._computed(n, args, kwargs))
+        if row_of(n).asks or not floats(n.meta.get("val")):
             return value
         site = self._sites.of(n)
         return pytree.tree_map(lambda v: self._seen(site, v, args), value)
@@ -199,9 +201,9 @@ class Emulation(Interpreter):
             return args, kwargs
         for o in n.all_input_nodes:
             value = self.env[o]
-            if _is_fp32(value) and id(value) not in made and not self._sites.is_written(o):
+            if is_fp32(value) and id(value) not in made and not self._sites.is_written(o):
                 seen = read(reader, self._sites.source(o), value)
-                made[id(value)] = seen if _is_float(n.meta.get("val")) else seen.detach()  # which gets no gradient
+                made[id(value)] = seen if floats(n.meta.get("val")) else seen.detach()  # which gets no gradient
         return pytree.tree_map(lambda v: made.get(id(v), v), (args, kwargs))
 
     def _is_shared(self, node: Node) -> bool:
@@ -242,12 +244,12 @@ class Emulation(Interpreter):
 
         def planned(operand: Node) -> Any:
             value, val = self.env[operand], operand.meta.get("val")
-            return value.to(val.dtype) if _is_fp32(value) and isinstance(val, Tensor) else value
+            return value.to(val.dtype) if is_fp32(value) and isinstance(val, Tensor) else value
 
         return getattr(self, n.op)(n.target, map_arg(n.args, planned), map_arg(n.kwargs, planned))
 
     def _value(self, argument: Any) -> Any:
-        return _without_low(self.env[argument] if isinstance(argument, Node) else argument)
+        return raised(self.env[argument] if isinstance(argument, Node) else argument)
 
 
 class Watched(Interpreter):
@@ -351,20 +353,16 @@ def _reader(node: Node, author: dict[Node, str]) -> str:
 
 
 def _is_low(value: Any) -> bool:
-    return any(isinstance(v, Tensor) and v.dtype in LOW_DTYPES for v in pytree.tree_leaves(value))
+    return any(t.dtype in LOW_DTYPES for t in floats(value))
 
 
-def _is_float(value: Any) -> bool:
-    return any(isinstance(v, Tensor) and v.is_floating_point() for v in pytree.tree_leaves(value))
-
-
-def _is_fp32(value: Any) -> bool:
+def is_fp32(value: Any) -> bool:
+    """Say whether a value is a tensor in FP32."""
     return isinstance(value, Tensor) and value.dtype == torch.float32
 
 
-def _wide(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype in LOW_DTYPES else value
-
-
-def _without_low(value: Any) -> Any:
+def raised(value: Any) -> Any:
+    """Return a low tensor, or a low dtype, as FP32."""
+    if isinstance(value, Tensor) and value.dtype in LOW_DTYPES:
+        return value.float()
     return torch.float32 if isinstance(value, torch.dtype) and value in LOW_DTYPES else value

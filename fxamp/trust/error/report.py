@@ -249,13 +249,7 @@ class Tally:
         _add(sums, self._squares, scale)
 
     def errors(self, policy: str, norms: Mapping[str, float], **more: Any) -> Errors:
-        """Return the errors.
-
-        Args:
-            policy: its name.
-            norms: the sums over batches of the squared norms of the gradients, by name.
-            **more: other fields of the errors.
-        """
+        """Return the errors, from the sums over batches of the gradients' squared norms, and `more` fields of them."""
         live = living(norms)
         parameters = {name: (self._squares.get(name, 0.0) / norms[name]) ** 0.5 for name in live}
         whole = sum(norms[name] for name in self._squares)

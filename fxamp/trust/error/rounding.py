@@ -50,9 +50,7 @@ def stochastic(values: Tensor, low: torch.dtype, generator: torch.Generator) -> 
         generator: of the values' device.
     """
     dropped = 23 - BITS[low]
-    noise = torch.randint(
-        0, 1 << dropped, values.shape, dtype=torch.int32, device=values.device, generator=generator
-    )  # fmt: skip
+    noise = torch.randint(0, 1 << dropped, values.shape, dtype=torch.int32, device=values.device, generator=generator)
     if low == torch.bfloat16:  # infinity stays what it is
         return noise.add_(values.contiguous().view(torch.int32)).bitwise_and_(-(1 << dropped)).view(torch.float32)
     share = noise.float() / (1 << dropped)

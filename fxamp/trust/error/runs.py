@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from passes._torch import pytree
-from passes.contract.errors import CaptureError, PolicyError
+from passes.contract.errors import CaptureError, PolicyError, in_short
 from passes.contract.policy import Policy
 from passes.graph.values import no_autocast
 
@@ -24,10 +24,10 @@ from ...capture.emitted import record_on
 from ...capture.inputs import device_of, resolve
 from ...convert import convert, converted_in
 from ...measure.counts import step_counts
-from ..census.graphs import watched_graphs
+from ..census.step import watched_graphs
 from ..given_step import Batch, GivenStep, as_before
 from ..watch import run_instead
-from .emulation import At, Decides, Edge, Emulation, GraphSites, Read, Site, Watched
+from .emulation import At, Decides, Edge, Emulation, GraphSites, Read, Site, Watched, is_fp32
 
 AUTOCAST, FP32 = "autocast", "FP32"
 POLICIES = (AUTOCAST, "O1", "O2", "O3")
@@ -105,9 +105,7 @@ class Subject:
         """Return the model converted by a policy, made once."""
         key = name if name in self._named else str(self.policy(name))
         if key not in self._views:
-            inputs = self.given.batches[0][0]
-            example = (None, inputs) if isinstance(inputs, Mapping) else (inputs, None)
-            args = example if isinstance(self.model, GraphModule) else (None, None)
+            args = self.given.example if isinstance(self.model, GraphModule) else (None, None)
             self._views[key] = convert(self.model, *args, policy=self.policy(name), check=False)
         return self._views[key]
 
@@ -147,15 +145,19 @@ class Subject:
 
     def casts(self, name: str, batch: Batch) -> tuple[int, int]:
         """Return how many casts a step with the real kernels makes, and the bytes that they read and write."""
+        with as_before(self.model), no_autocast():
+            counts = step_counts(self.forward(name, batch))
+        return counts.casts, counts.cast_bytes
+
+    def forward(self, name: str, batch: Batch) -> Callable[[], Tensor]:
+        """Return a function that runs a forward with the real kernels, and gives the loss."""
         model, region = self.how(name)
 
-        def forward() -> Tensor:
+        def run() -> Tensor:
             with region():
                 return self.given.run(model, batch)[1]
 
-        with as_before(self.model), no_autocast():
-            counts = step_counts(forward)
-        return counts.casts, counts.cast_bytes
+        return run
 
     def how(self, name: str) -> tuple[nn.Module, Callable[[], Any]]:
         """Return what runs under a name, and the autocast region around it."""
@@ -217,8 +219,7 @@ class Subject:
             twin = copy.deepcopy(self.model).double()
             self._step(twin, self.given.batches[0], contextlib.nullcontext)
         except Exception as e:  # whatever a model raises that names FP32 in its code, or does not let itself be copied
-            why = f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0]}"
-            return f"FP32, since float64 does not run ({why:.120})", lambda batch: self.real(FP32, batch)
+            return f"FP32, since float64 does not run ({in_short(e):.120})", lambda batch: self.real(FP32, batch)
         return "float64", lambda batch: self._step(twin, batch, contextlib.nullcontext)
 
     def _step(
@@ -231,7 +232,7 @@ class Subject:
         """
         wide = next((p.dtype for p in model.parameters() if p.dtype == torch.float64), None)
         if wide is not None:
-            batch = pytree.tree_map(lambda v: v.double() if _is_fp32(v) else v, batch)
+            batch = pytree.tree_map(lambda v: v.double() if is_fp32(v) else v, batch)
         parts = [model] if isinstance(model, GraphModule) and record_on(model) is not None else []
         owner, known = (self.model, self._written) if wide is None else (model, None)
         with as_before(owner, known) as restored, watched_graphs(parts), warnings.catch_warnings(), torch.enable_grad():
@@ -243,7 +244,7 @@ class Subject:
                     (loss.double() * scale).backward() if loss.requires_grad else None
             held = {n: p.grad for n, p in owner.named_parameters() if p.grad is not None}
             gradients = held if scale == 1 else {n: grad / scale for n, grad in held.items()}
-            ran = Ran(float(loss.detach()), gradients, pytree.tree_map(_detached, output))
+            ran = Ran(float(loss.detach()), gradients, pytree.tree_map_only(Tensor, Tensor.detach, output))
         if backward and owner is self.model:
             self._written = {*(self._written or ()), *map(id, restored)}
         return ran
@@ -282,11 +283,3 @@ def refuse_infinite(subject: Subject, ran: Ran, batch: Batch, number: int) -> No
 
 def _is_finite(ran: Ran) -> bool:
     return all(bool(g.isfinite().all()) for g in ran.gradients.values())
-
-
-def _is_fp32(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype == torch.float32
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value

@@ -108,10 +108,6 @@ class _Places:
 class Unrounded:
     """Steps that round nothing, and how the roundings of several policies move their loss.
 
-    Args:
-        subject: the model and its batches.
-        names: of the policies.
-
     Attributes:
         runs: for each step that a batch needs, the policy whose graphs it runs, and all policies that it serves. It is
             one step, unless a policy rounds what no other policy's graph has.

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..distance import floats
-from ..given_step import Loss, given_step
+from ..given_step import Loss, floats, given_step
 from .emulation import Site
 from .report import ErrorReport, Tally, degenerate, living, squared
 from .runs import AUTOCAST, FP32, Ran, Subject, policies_of, refuse_infinite
@@ -52,13 +51,7 @@ def verify(
 
 
 def measured(subject: Subject, names: Sequence[str], *, values: bool = False) -> ErrorReport:
-    """Measure the errors of policies.
-
-    Args:
-        subject: the model and its batches.
-        names: of the policies.
-        values: compare the value of each node too, on the first batch.
-    """
+    """Measure the errors of policies; with `values` that of each node's value too, on the first batch."""
     named, reference = subject.reference()
     names = (FP32, *names)
     tallies = {name: Tally() for name in names}

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from passes.contract.errors import PolicyError
 from passes.contract.policy import Policy
 from passes.graph.notes import is_inserted
 from passes.graph.values import keys
@@ -64,11 +63,8 @@ def calibrate(
         (True, 0)
     """
     given = given_step(model_or_step, inputs, target, loss=loss, batches=batches)
-    if scale is not None and not (isinstance(scale, (int, float)) and 0 < scale < math.inf):
-        raise PolicyError(f"scale is a loss scale, a finite number above 0, not {scale!r}.")
-    of_step = float(given.step.scaler.get_scale()) if given.step is not None else 1.0
-    subject = Subject(given)
-    ranges = _Ranges(of_step if scale is None else float(scale), dict(subject.model.named_parameters()))
+    scale, subject = given.scale(scale), Subject(given)
+    ranges = _Ranges(scale, dict(subject.model.named_parameters()))
     asked = str(policy or subject.own or "O1")
     for batch in given.batches:
         subject.emulated(asked, batch, ranges)
@@ -78,12 +74,7 @@ def calibrate(
 
 
 class _Ranges:
-    """Adds up what is seen of each value and its gradient: an `at` of `Subject.emulated`.
-
-    Args:
-        scale: the loss scale that gradients are counted with.
-        parameters: those of the model, by name.
-    """
+    """Adds up what is seen of each value, and of its gradient with a loss scale: an `at` of `Subject.emulated`."""
 
     def __init__(self, scale: float, parameters: Mapping[str, Tensor]) -> None:
         self.scale, self._parameters = scale, parameters

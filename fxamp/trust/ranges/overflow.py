@@ -21,23 +21,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Node
+from torch.fx import GraphModule, Interpreter, Node
 
 from passes._torch import OpOverload, current_autograd_node, own_schema, pytree, storage_id
 from passes.contract.errors import PolicyError
-from passes.contract.plan import Decision
+from passes.contract.plan import Decision, Plan
 from passes.contract.policy import Policy, dtype_name
 from passes.contract.reasons import Code
 from passes.graph.aliases import mutated_operands
+from passes.graph.bodies import Body
 from passes.graph.notes import is_inserted
 from passes.graph.values import LOW_DTYPES, no_autocast
 
 from ...convert import converted_in
-from ..census.graphs import watched_graphs
-from ..census.rows import ledgers_of, where_of
+from ..census.rows import Ledger, ledgers_of, where_of
+from ..census.step import Given, watched_graphs
+from ..error.emulation import raised
 from ..given_step import Batch, GivenStep, Loss, as_before, given_step
-from ..watch import Place, floats_in, gives_view
-from .by_node import Nodes, NodeWatch
+from ..watch import Place, Ran, Watch, floats_in, gives_view
 
 _RUNS = 6  # of the step, to find a cure
 _GIVEN = ("cast", "as_autocast")  # kinds of decisions that no override changes
@@ -156,16 +157,8 @@ def find_overflow(
     given = given_step(model_or_step, inputs, target, loss=loss, batches=batches)
     if given.step is not None and given.step.position:
         raise PolicyError("a window of this TrainStep is open: call flush() first.")
-    scale = _scale_of(given, scale)
+    scale = given.scale(scale)
     return next((found for batch in given.batches if (found := overflow_of(given, batch, scale)) is not None), None)
-
-
-def _scale_of(given: GivenStep, scale: float | None) -> float:
-    if scale is None:
-        return float(given.step.scaler.get_scale()) if given.step is not None else 1.0
-    if not isinstance(scale, (int, float)) or isinstance(scale, bool) or not 0 < scale < math.inf:
-        raise PolicyError(f"scale is a loss scale, a finite number above 0, not {scale!r}.")
-    return float(scale)
 
 
 def overflow_of(given: GivenStep, batch: Batch, scale: float, *, cured: bool = True) -> Overflow | None:
@@ -202,8 +195,10 @@ _At = tuple[int, str]  # a node: the number of its graph, and its name
 _WRITTEN = _Origin(0, Place("own"), "", "inf", "", (), "(a number in the program)")
 
 
-class _Finite(NodeWatch):
+class _Finite(Watch):
     """Looks at each value that is made, and remembers where those that are not finite came from.
+
+    Each emitted graph runs node by node, whatever compiles it, and so do the bodies inside it.
 
     Args:
         model: whose modules are named.
@@ -217,8 +212,9 @@ class _Finite(NodeWatch):
 
     def __init__(self, model: nn.Module, forced: Iterable[_At] = (), *, heals: bool = False) -> None:
         super().__init__(model, _run.__code__)
-        self.forced, self._heals, self.keeps = dict.fromkeys(forced), heals, heals
+        self.forced, self.heals = dict.fromkeys(forced), heals
         self.peaks: dict[_At, float] = {}
+        self._ledgers: tuple[Ledger, ...] = ()
         self._origins: list[_Origin] = []
         self._bad: dict[int, _Origin | None] = {}  # by storage; None: the program wrote an inf
         self._ends: list[Tensor] = []
@@ -311,7 +307,7 @@ class _Finite(NodeWatch):
         before = {id(t): _range(t) for t in written}
         out = func(*args, **named)
         # Every op of the forward is given a place, for its backward; where that is, is only asked if it matters.
-        later = not self._heals and self._place is None and current_autograd_node() is not None
+        later = not self.heals and self._place is None and current_autograd_node() is not None
         place = None if later else self._here()
         if gives_view(func):
             return out
@@ -355,9 +351,34 @@ class _Finite(NodeWatch):
             name = func.overloadpacket.__name__ if isinstance(func, OpOverload) else str(func)
             self._bad[storage_id(t)] = self._origin(place, name, kind, dtype_name(t.dtype), operands)
 
-    def node(self, nodes: Nodes, n: Node) -> Any:
+    def ledger(self, at: int) -> Ledger:
+        """Return a graph that ran, beside its decisions."""
+        if len(self._ledgers) <= at:
+            self._ledgers = ledgers_of(self)
+        return self._ledgers[at]
+
+    def run(
+        self, converted: Any, graph: GraphModule, by: str, run: Any, args: tuple[Any, ...], compile: Any = None
+    ) -> Any:
+        """Run a graph as it was emitted, even if a compiler has made something else of it."""
+        before = self._place
+        try:
+            return _Nodes(self, self._enter(converted.graph, converted.plan)).run(*args, enable_io_processing=False)
+        finally:
+            self._place = before
+
+    def _enter(self, graph: GraphModule, plan: Plan) -> int:
+        """Return the number of a graph here; the graphs inside it follow, in the order of the plan."""
+        known = next((at for at, ran in enumerate(self.graphs) if ran.graph is graph), None)
+        if known is not None:
+            return known
+        first, inside = len(self.graphs), _all_graphs(graph)
+        self.graphs += [Ran(Given(g, plan.from_graph(i)), g, "") for i, g in enumerate(inside)]
+        return first
+
+    def node(self, nodes: _Nodes, n: Node) -> Any:
         """Run a node; where values shall fit, in FP32 if its value or an operand does not fit into its low dtype."""
-        if not self._heals:
+        if not self.heals:
             return nodes.value_of(n)
         operands = [nodes.env[o] for o in n.all_input_nodes]
         if is_inserted(n):
@@ -373,7 +394,54 @@ class _Finite(NodeWatch):
                 return made
             self.forced[at] = None
         # FP32 throughout: its operands as they were before casts of fxamp, and those that are low upcast
-        return nodes.call(n, *pytree.tree_map(_raised, torch.fx.map_arg((n.args, n.kwargs), nodes.before_casts)))
+        return nodes.call(n, *pytree.tree_map(raised, torch.fx.map_arg((n.args, n.kwargs), nodes.before_casts)))
+
+
+class _Nodes(Interpreter):
+    """Runs the graph of a number in a watch, which chooses how each node runs."""
+
+    def __init__(self, watch: _Finite, at: int) -> None:
+        super().__init__(watch.graphs[at].graph, garbage_collect_values=not watch.heals)
+        self.watch, self.at = watch, at
+        inside = Body(watch.graphs[at].graph, None).bodies()
+        self._entered = {n: held[0] for n, held in inside.items() if held[0].first is not None}
+
+    def run_node(self, n: Node) -> Any:
+        """Run a call by the watch, and anything else as it is."""
+        if not n.op.startswith("call"):
+            return super().run_node(n)
+        if n in self._entered:  # a checkpoint: its body runs here, once
+            body = self._entered[n]
+            inside = next(at for at, ran in enumerate(self.watch.graphs) if ran.graph is body.module)
+            args, _ = self.fetch_args_kwargs_from_env(n)
+            return _Nodes(self.watch, inside).run(*args[body.first :], enable_io_processing=False)
+        self.watch._place = Place("node", n.name, self.at)
+        return self.watch.node(self, n)
+
+    def before_casts(self, n: Node) -> Any:
+        """Return a value that has been computed, as it was before casts of fxamp."""
+        while is_inserted(n):
+            n = n.all_input_nodes[0]
+        return self.env[n]
+
+    def call(self, n: Node, args: Any, kwargs: Any) -> Any:
+        """Run a call on other operands."""
+        return getattr(self, n.op)(n.target, args, kwargs)
+
+    def value_of(self, n: Node) -> Any:
+        """Run a call, and return its value."""
+        return super().run_node(n)
+
+
+def _all_graphs(graph: GraphModule) -> list[GraphModule]:
+    """Return a graph and those inside it, each once, in the order in which the compiler decides on them."""
+    found, waiting = list[GraphModule](), [graph]
+    while waiting:
+        one = waiting.pop()
+        if one not in found:
+            found.append(one)
+            waiting += reversed([b.module for held in Body(one, None).bodies().values() for b in held])
+    return found
 
 
 def _run(given: GivenStep, batch: Batch, scale: float, forced: Iterable[_At] = (), *, heals: bool = False) -> _Finite:
@@ -454,13 +522,6 @@ def _kind(held: tuple[float, float]) -> str:
 def _overflows(made: Any, given: Any) -> bool:
     """Say whether a value is not finite, while all that it was made of is."""
     return any(_kind(_range(t)) for t in floats_in(made)) and not any(_kind(_range(t)) for t in floats_in(given))
-
-
-def _raised(value: Any) -> Any:
-    """Return a low tensor, or a low dtype, as FP32."""
-    if isinstance(value, Tensor) and value.dtype in LOW_DTYPES:
-        return value.float()
-    return torch.float32 if isinstance(value, torch.dtype) and value in LOW_DTYPES else value
 
 
 def _planned(n: Node, value: Any) -> Any:

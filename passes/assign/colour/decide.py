@@ -21,15 +21,7 @@ from ...form import Colouring
 from ...graph import literals
 from ...graph.aliases import is_in_place, may_alias, mutated_operands, out_operands
 from ...graph.notes import DECOMPOSE, note_of, region_on
-from ...graph.values import (
-    ELIGIBLE,
-    LOW_DTYPES,
-    described,
-    dtype_reference,
-    first_float,
-    is_floating,
-    literal_dtype,
-)  # fmt: skip
+from ...graph.values import ELIGIBLE, LOW_DTYPES, described, dtype_reference, first_float, is_floating, literal_dtype
 from ...ops import ops
 from ...ops.facts import accumulates, facts_of, lacks_low, rule_of
 from ...ops.rules import BANNED, COMPOSITE, FOLLOW, FP32, KEEP, LOW, PROMOTE, row_of

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from fxamp.cli.main import main
-from fxamp.cli.waiting import waiting
+from fxamp.cli.output import shown_while
 from passes.contract.plan import Decision, Plan
 from passes.contract.policy import Policy
 from tests.support.processes import in_another_process, printed
@@ -114,10 +114,10 @@ class Terminal(io.StringIO):
 
 def test_what_takes_long_is_said_on_a_terminal_alone_and_taken_away() -> None:
     for stream, said in ((Terminal(), "fxamp: converting x\\x1b.py ...\r\x1b[K"), (io.StringIO(), "")):
-        with waiting("converting x\x1b.py", stream, patience=0.01):
+        with shown_while("converting x\x1b.py", stream, patience=0.01):
             time.sleep(0.2)
         assert stream.getvalue() == said
-    with waiting("converting", stream := Terminal()):
+    with shown_while("converting", stream := Terminal()):
         pass
     assert stream.getvalue() == ""
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
 from passes.graph import notes
-from passes.graph.notes import Note, is_inserted, loaded, note, note_of, saved
+from passes.graph.notes import is_inserted, note, note_of
 from tests.support.exported import graph_of
 from tests.support.helpers import Two
 
@@ -73,23 +73,6 @@ def test_a_copied_node_keeps_its_note_when_the_first_gets_another() -> None:
     (first,), (second,) = graph.nodes, copied.nodes
     note(first, role="parameter")
     assert (note_of(first).role, note_of(second).role) == ("parameter", "buffer")
-
-
-def test_a_saved_node_keeps_who_made_it_and_its_name_as_plain_data() -> None:
-    node = Graph().placeholder("x")
-    note(node, made_by=notes.CAST_OPERAND, leaf="LSTM", read=torch.float16)
-    node.meta["stack_trace"] = "here"
-    assert saved(node) == {"made_by": notes.CAST_OPERAND, "leaf": "LSTM", "stack_trace": "here"}
-    assert loaded(saved(node)) == {"stack_trace": "here", "fxamp": Note(made_by=notes.CAST_OPERAND, leaf="LSTM")}
-
-
-def test_what_an_earlier_version_saved_is_read() -> None:
-    assert loaded({"fxamp": "cast", "stack_trace": "here"}) == {
-        "stack_trace": "here",
-        "fxamp": Note(made_by=notes.CAST_OPERAND),
-    }
-    assert loaded({"leaf_type": "LSTM"}) == {"fxamp": Note(leaf="LSTM")}
-    assert loaded({}) == {}
 
 
 def keys_of_meta(source: str) -> set[str]:

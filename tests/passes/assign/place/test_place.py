@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxamp
-from fxamp.trust.distance import UnderAutocast
 from fxamp.view.view import runner_of
 from passes import compile_graph
 from passes.assign.place import choose_storage as placing
 from passes.contract.costs import Penalties
 from passes.contract.errors import VerificationError
 from passes.graph.notes import is_inserted, note
+from reports.baseline import UnderAutocast
 from tests.passes.assign.test_assign_precision import Net, decided, under_autocast
 from tests.support import front_ends
 from tests.support.exported import graph_of, plan_of, traced_of

@@ -1,4 +1,4 @@
-"""Measure how far two runs of a model are apart, and run a model under `torch.autocast` as the baseline."""
+"""What fxamp is compared with: a model under `torch.autocast`, and how far two runs of a model are apart."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from passes._torch import pytree
 
 
 class UnderAutocast(nn.Module):
@@ -27,15 +25,6 @@ class UnderAutocast(nn.Module):
         """Return the outputs of the model under autocast, in autocast's dtypes."""
         with torch.autocast("cpu", dtype=self.dtype):
             return self.model(*args, **kwargs)
-
-
-def floats(output: Any) -> list[Tensor]:
-    """Return the tensors of a floating dtype in an output, in the order of its leaves.
-
-    Args:
-        output: a tensor, or any container that `torch.utils._pytree` knows.
-    """
-    return [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
 
 
 def distance(got: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
