@@ -64,6 +64,7 @@ def test_the_examples_of_a_page_run_one_after_the_other(
     for name in {"bert", "digits", "compiled"} & names.keys():  # which run in 16 bits now
         assert "bfloat16" in {d.colour for d in fxamp.plan_of(names[name]).decisions}, name
     if page.stem == "trainers":  # the base of LoRA is low already
+        assert f"# {names['plugin'].views['model']} ()" in text_of(page)
         base = [d for d in fxamp.plan_of(names["compiled"]).decisions if d.module_path == "base"]
         assert [(d.op, d.colour) for d in base] == [("linear", "bfloat16")]
 
