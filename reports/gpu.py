@@ -934,6 +934,7 @@ def load(folder: Path, small: bool) -> Any:
 
 def write(data: Any, folder: Path) -> None:
     """Write both files."""
+    folder.mkdir(parents=True, exist_ok=True)
     folder.joinpath("gpu.json").write_text(json.dumps(data, indent=1) + "\n")
     folder.joinpath("gpu.md").write_text(to_markdown(data))
 

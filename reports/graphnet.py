@@ -128,7 +128,7 @@ def work(root: Path, most: int, case: str) -> Found:
             model, args = build(folder)
             found = Subject(model, args)
         except Exception as e:
-            return {"left": f"eager: {type(e).__name__}: {e}"[:200]}
+            return {"left": f"fails in eager PyTorch: {type(e).__name__}: {e}"[:200]}
         return {"found": {level: [v.kind, v.why] for level, v in judged(found, "view", LEVELS).items()}}
 
 

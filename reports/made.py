@@ -62,6 +62,7 @@ def headed(text: str, data: Mapping[str, Any]) -> str:
 def write(folder: Path, name: str, data: Mapping[str, Any], text: str) -> str:
     """Write a report as `name.json` and `name.md`; return the latter."""
     text = headed(text, data)
+    folder.mkdir(parents=True, exist_ok=True)
     folder.joinpath(f"{name}.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     folder.joinpath(f"{name}.md").write_text(text, encoding="utf-8")
     return text

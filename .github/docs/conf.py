@@ -2,8 +2,8 @@
 
     python -m sphinx -W -b html .github/docs build/site
 
-Guides and the README are read on the project's page as well; links of theirs to files outside of this folder lead to
-the repository.
+The README opens the site, so that it can be followed from there alone. It and the guides are read on the project's page
+as well; links of theirs to files outside of this folder lead to the repository.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ sys.path.insert(0, str(ROOT))
 import fxamp  # noqa: E402  (the path comes first)
 
 REPOSITORY = "https://github.com/fxamp/fxamp/blob/main/"
-RELATIVE = re.compile(r"\]\((\.\./[^)#\s]+)")
+DOCS = ".github/docs"
+RELATIVE = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)")
 
 project, author = "fxamp", "the fxamp authors"
 copyright = "the fxamp authors"
@@ -34,12 +35,26 @@ default_role = "code"  # docstrings write code between single backticks
 autodoc_typehints, autodoc_member_order = "none", "bysource"
 
 
-def _to_repository(_: Sphinx, name: str, source: list[str]) -> None:
-    """Let links that leave this folder lead to the repository."""
-    at = posixpath.join(".github/docs", posixpath.dirname(name))
-    source[0] = RELATIVE.sub(lambda m: f"]({REPOSITORY}{posixpath.normpath(posixpath.join(at, m[1]))}", source[0])
+def _linked(text: str, folder: str) -> str:
+    """Let links of a page in a folder of the repository lead to pages of the site, or to the repository."""
+
+    def link(found: re.Match[str]) -> str:
+        path = posixpath.normpath(posixpath.join(folder, found[1]))
+        if not (ROOT / path).exists():  # code, such as `layers[0](x)`
+            return found[0]
+        here = path.startswith(f"{DOCS}/") or path.endswith(".png")
+        return f"]({posixpath.relpath(path, DOCS) if here else REPOSITORY + path}"
+
+    return RELATIVE.sub(link, text)
+
+
+def _read(_: Sphinx, name: str, source: list[str]) -> None:
+    """Make a page of the site out of the text of a guide, and the first one out of the README too."""
+    source[0] = _linked(source[0], DOCS)
+    if name == "index":
+        source[0] = f"{_linked((ROOT / 'README.md').read_text(encoding='utf-8'), '')}\n{source[0]}"
 
 
 def setup(app: Sphinx) -> None:
     """Register what is done to a page before it is read."""
-    app.connect("source-read", _to_repository)
+    app.connect("source-read", _read)

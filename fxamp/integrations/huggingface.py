@@ -46,7 +46,7 @@ class FxampCallback(TrainerCallback):  # type: ignore[misc]
         self.policy = None if policy is None else Policy.of(policy)
         self.census: Census | None = None
         self.skipped = 0
-        self._wanted = census
+        self._wanted, self._scale = census, 0.0
         self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
@@ -98,9 +98,16 @@ class FxampCallback(TrainerCallback):  # type: ignore[misc]
         for difference in found.differences:
             logger.warning("fxamp: did not run as planned: %s", difference)
 
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        """Note the loss scale of the step that follows."""
+        scaler = getattr(optimizer, "scaler", None)
+        self._scale = 0.0 if scaler is None else scaler.get_scale()
+
     def on_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
-        """Count skipped steps."""
-        self.skipped += bool(getattr(optimizer, "step_was_skipped", False))
+        """Count skipped steps. A fused optimizer skips by itself, unseen by Accelerate, but then the scale falls."""
+        scaler = getattr(optimizer, "scaler", None)
+        fell = scaler is not None and scaler.get_scale() < self._scale
+        self.skipped += fell or bool(getattr(optimizer, "step_was_skipped", False))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, optimizer: Any = None, **_: Any) -> None:
         """Add the loss scale and the number of skipped steps to what is logged."""

@@ -64,6 +64,7 @@ def test_the_examples_of_a_page_run_one_after_the_other(
     for name in {"bert", "digits", "compiled"} & names.keys():  # which run in 16 bits now
         assert "bfloat16" in {d.colour for d in fxamp.plan_of(names[name]).decisions}, name
     if page.stem == "trainers":  # the base of LoRA is low already
+        assert f"# {names['plugin'].views['model']} ()" in text_of(page)
         base = [d for d in fxamp.plan_of(names["compiled"]).decisions if d.module_path == "base"]
         assert [(d.op, d.colour) for d in base] == [("linear", "bfloat16")]
 
@@ -157,9 +158,14 @@ def test_architectures_of_the_readme_are_counted_in_the_report() -> None:
     pattern = (
         r"of (\d+) architectures .*, (\d+) give its outputs and (\d+) its gradients .*; (\d+) more .*, (\d+) at ops"
     )
-    told = re.search(pattern, " ".join(text_of(README).split()))
+    readme = " ".join(text_of(README).split())
+    told = re.search(pattern, readme)
     assert told is not None
     assert tuple(map(int, told.groups())) == (run - failed, outputs, gradients, capture, code)
+    drawn = [r for r in json.loads(text_of(ROOT / "reports" / "held_out.json"))["rows"] if r["front_end"] == "view"]
+    more = re.search(r"Of (\d+) more, .*?, (\d+) give its outputs", readme)
+    assert more is not None
+    assert tuple(map(int, more.groups())) == (len(drawn), sum(r["equal"] for r in drawn))
 
 
 def test_the_first_report_is_what_the_readme_prints(capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,6 +47,14 @@ def entry(converted: bool) -> dict[str, Any]:
     return {"backend": "fxamp", "options": {"policy": LOW, "backend": "eager"}} if converted else {"backend": "eager"}
 
 
+def ran(view: Any) -> None:
+    """Hold that a view runs by its plan on this rank."""
+    import fxamp
+
+    found = fxamp.census(view, next(iter(loader())))
+    assert found, found.differences
+
+
 def compiled(model: Any, converted: bool, inner: str = "eager") -> Any:
     import fxamp
 
@@ -80,29 +88,41 @@ def trained_by_hand(converted: bool) -> list[float]:
     return losses
 
 
-def trainer(converted: bool) -> list[float]:
+def _by_trainer(model: Any, *callbacks: Any, bf16: bool = True) -> list[float]:
     import transformers
 
-    model = bert()
-    model.compile(**entry(converted))
     with tempfile.TemporaryDirectory() as folder:
         arguments = transformers.TrainingArguments(
             folder, max_steps=STEPS, per_device_train_batch_size=2, use_cpu=True, report_to=[], save_strategy="no",
-            disable_tqdm=True, seed=0, bf16=True, logging_steps=1, ddp_backend="gloo",
+            disable_tqdm=True, seed=0, bf16=bf16, logging_steps=1, ddp_backend="gloo",
         )  # fmt: skip
-        run = transformers.Trainer(model, arguments, train_dataset=data())
+        run = transformers.Trainer(model, arguments, train_dataset=data(), callbacks=list(callbacks))
         run.train()
     return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
 
 
-def accelerator(converted: bool) -> list[float]:
+def trainer(converted: bool) -> list[float]:
+    model = bert()
+    model.compile(**entry(converted))
+    return _by_trainer(model)
+
+
+def trainer_of_view(converted: bool) -> list[float]:
+    import fxamp
+
+    if not converted:
+        return _by_trainer(bert())
+    callback, view = fxamp.huggingface.FxampCallback(LOW), fxamp.convert(bert(), policy=LOW)
+    losses = _by_trainer(view, callback, bf16=False)
+    assert callback.census, callback.census
+    return losses
+
+
+def _by_accelerate(module: Any, precision: str) -> list[float]:
     import accelerate
 
-    prepared = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
-    model, losses = bert(), []
-    module, optimizer, batches = prepared.prepare(
-        compiled(model, converted), torch.optim.SGD(model.parameters(), 0.05), loader()
-    )
+    prepared, losses = accelerate.Accelerator(cpu=True, mixed_precision=precision), []
+    module, optimizer, batches = prepared.prepare(module, torch.optim.SGD(module.parameters(), 0.05), loader())
     for batch in batches:
         optimizer.zero_grad()
         loss = module(**batch).loss
@@ -112,7 +132,22 @@ def accelerator(converted: bool) -> list[float]:
     return losses
 
 
-def _by_fabric(prepare: Callable[[Any], Any], *, autocast: bool = False, **settings: Any) -> list[float]:
+def accelerator(converted: bool) -> list[float]:
+    return _by_accelerate(compiled(bert(), converted), "bf16")
+
+
+def accelerator_of_view(converted: bool) -> list[float]:
+    import fxamp
+
+    if not converted:
+        return _by_accelerate(bert(), "bf16")
+    view = fxamp.convert(bert(), policy=LOW)
+    losses = _by_accelerate(view, "no")
+    ran(view)
+    return losses
+
+
+def _by_fabric(prepare: Callable[[Any], Any], **settings: Any) -> list[float]:
     import lightning
 
     run = lightning.Fabric(accelerator="cpu", devices=2, strategy="ddp", **settings)
@@ -121,8 +156,7 @@ def _by_fabric(prepare: Callable[[Any], Any], *, autocast: bool = False, **setti
     module, optimizer = run.setup(prepare(model), torch.optim.SGD(model.parameters(), 0.05))
     for batch in run.setup_dataloaders(loader()):
         optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
-            loss = module(**batch).loss
+        loss = module(**batch).loss
         run.backward(loss)
         optimizer.step()
         losses.append(loss.item())
@@ -163,26 +197,30 @@ def fit(converted: bool) -> list[float]:
     return _by_lightning(lambda module: torch.compile(module, **entry(converted)), precision="bf16-mixed")
 
 
-def fabric_by_plugin(converted: bool) -> list[float]:
+def _by_plugin(train: Callable[..., list[float]], converted: bool) -> list[float]:
+    """Train with the plugin, or with the trainer's own precision."""
     import fxamp
 
-    plugins = [fxamp.lightning.FxampPrecision(LOW)] if converted else None
-    return _by_fabric(lambda model: model, autocast=not converted, plugins=plugins)
+    if not converted:
+        return train(lambda model: model, precision="bf16-mixed")
+    plugin = fxamp.lightning.FxampPrecision(LOW)
+    losses = train(lambda model: model, plugins=[plugin])
+    (view,) = plugin.views.values()
+    ran(view)
+    return losses
+
+
+def fabric_by_plugin(converted: bool) -> list[float]:
+    return _by_plugin(_by_fabric, converted)
 
 
 def fit_by_plugin(converted: bool) -> list[float]:
-    import fxamp
-
-    plugin = fxamp.lightning.FxampPrecision(LOW)
-    own: dict[str, Any] = {"plugins": [plugin]} if converted else {"precision": "bf16-mixed"}
-    losses = _by_lightning(lambda module: module, **own)
-    if converted:
-        assert fxamp.plan_of(plugin.views["model"]).casts > 0
-    return losses
+    return _by_plugin(_by_lightning, converted)
 
 
 TOOLS: dict[str, Callable[[bool], list[float]]] = {
     "by hand": by_hand, "Trainer": trainer, "Accelerate": accelerator, "Fabric": fabric, "Lightning": fit,
+    "Trainer's callback": trainer_of_view, "Accelerate's view": accelerator_of_view,
     "Fabric's plugin": fabric_by_plugin, "Lightning's plugin": fit_by_plugin,
 }  # fmt: skip
 

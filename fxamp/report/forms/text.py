@@ -43,7 +43,7 @@ class Text:
 
     def facts(self, heading: str, facts: Mapping[str, object]) -> list[str]:
         """Write names and values under a heading; as a list where a table has no room."""
-        text = self._table(facts.items())
+        text = self._table(facts.items()).lstrip()  # names and values need no head
         if not self._fits(text):
             text = "\n".join(f"{self._cell(name)}: {self._cell(str(value))}" for name, value in facts.items())
         return [f"{self._mark}{heading}", text]

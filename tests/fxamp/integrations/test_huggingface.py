@@ -120,19 +120,34 @@ def test_checkpoints_evaluation_and_generation(tmp_path: Path) -> None:
     assert torch.equal(made, whole.model.generate(ids, max_new_tokens=2, do_sample=False))
 
 
-def test_scale_and_skips_are_logged(tmp_path: Path) -> None:
-    """On a CPU Accelerate makes no scaler, so one stands in for its own."""
+class Pairs(nn.Module):
+    """A model whose gradients overflow FP16 under a large scale."""
 
-    class Optimizer:
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        step_was_skipped = True
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 8)
 
-    callback, state = fxamp.huggingface.FxampCallback(), transformers.TrainerState()
-    state.log_history.append({"loss": 1.0})
-    logs = {"loss": 1.0}
-    callback.on_optimizer_step(None, state, None, optimizer=Optimizer)
-    callback.on_log(None, state, None, logs=logs, optimizer=Optimizer)
-    assert logs == state.log_history[-1] == {"loss": 1.0, "fxamp/scale": 8.0, "fxamp/skipped": 1}
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": nn.functional.mse_loss(self.head(input_ids / 60), labels / 60)}
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch"])
+def test_scale_and_skips_are_logged(tmp_path: Path, optim: str) -> None:
+    """On a CPU Accelerate makes no scaler, so it is given one."""
+    torch.manual_seed(0)
+    callback = fxamp.huggingface.FxampCallback(census=False)
+    view = fxamp.convert(Pairs(), policy="O1,dtype=fp16")
+    run = trainer(view, tmp_path, callback, optim=optim, max_grad_norm=0.0, max_steps=8)
+    run.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=2)
+    before = [2.0**20]
+    run.train()
+    logged = [entry for entry in run.state.log_history if "loss" in entry]
+    scales = [entry["fxamp/scale"] for entry in logged]
+    fell = [b < a for a, b in zip(before + scales, scales, strict=False)]
+    assert [entry["fxamp/skipped"] for entry in logged] == [sum(fell[: i + 1]) for i in range(8)]
+    assert callback.skipped == sum(fell) > 1
+    assert not all(fell)
+    assert scales[-1] == run.accelerator.scaler.get_scale()
 
 
 def test_bad_input_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -264,7 +264,7 @@ def test_a_drawing_is_walked_by_keys_and_its_node_is_explained(opened: Opened) -
     assert page.locator("#canvas .box").count() < count
 
 
-def test_it_is_moved_by_dragging_and_zoomed_by_the_wheel(opened: Opened) -> None:
+def test_it_is_moved_by_dragging_and_zoomed_by_the_wheel_and_by_two_fingers(opened: Opened) -> None:
     page = opened()
     before = boxes(page)
     canvas = page.locator("#canvas").bounding_box()
@@ -278,6 +278,12 @@ def test_it_is_moved_by_dragging_and_zoomed_by_the_wheel(opened: Opened) -> None
     page.mouse.wheel(0, -300)
     assert all(box["width"] > moved[i]["width"] for i, box in boxes(page).items())
     assert page.locator("#canvas .minimap").is_visible()
+    wide = boxes(page)
+    cdp = page.context.new_cdp_session(page)
+    for kind, apart in (("touchStart", 40), ("touchMove", 80), ("touchEnd", 0)):
+        points = [{"x": x, "y": y, "id": 0}, {"x": x + apart, "y": y, "id": 1}] if apart else []
+        cdp.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+    assert all(box["width"] > wide[i]["width"] for i, box in boxes(page).items())
 
 
 def test_it_is_coloured_by_what_is_asked_for(opened: Opened) -> None:
