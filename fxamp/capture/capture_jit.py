@@ -94,7 +94,7 @@ def describe(
     if scope is not None:
         _note_fused(gm.graph, scope.root)
     outputs: Any = gm.graph.output_node().args[0]
-    low = {n: dtypes_of(n.meta["val"]) for n in gm.graph.nodes if seen_dtypes(n) in LOW_DTYPES}
+    low = {n: dtypes_of(n.meta["val"]) for n in gm.graph.nodes if ambient and seen_dtypes(n) in LOW_DTYPES}
     own = description.own or {n: dtype for n, dtype in low.items() if dtype in LOW_DTYPES or not note_of(n).leaves}
     made = {i: own.get(n) for i, n in enumerate(outputs) if isinstance(n, Node)}
     for i, dtype in made.items():
