@@ -63,7 +63,8 @@ def low_of_its_own(model: nn.Module, inputs: Any, low: torch.dtype) -> Callable[
 
     @functools.cache
     def known() -> Container[int]:
-        return {*map(id, pytree.tree_leaves(inputs)), *map(id, held(model).values())}
+        own = (t for t in held(model).values() if t.grad_fn is None)  # others it has kept in a call
+        return {*map(id, pytree.tree_leaves(inputs)), *map(id, own)}
 
     def is_own(value: Tensor) -> bool:
         if value in _OWN or value.dtype not in LOW_DTYPES:

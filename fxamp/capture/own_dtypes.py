@@ -50,9 +50,9 @@ def own_dtypes(
 
     def inside(node: Node, body: Body) -> Any:
         of = body.operands(node)
-        known = ({p for p, v in of.items() if v in values} for values in (holds, of_given))
+        held, passed = ({p for p, v in of.items() if v in values} for values in (holds, of_given))
         dtypes = {p: own.get(v) for p, v in of.items()}
-        return body.dtypes(own_dtypes(body.graph, infer, *known, doubtful, body.bodies(), dtypes))
+        return body.dtypes(own_dtypes(body.graph, infer, held, passed, doubtful, body.bodies(), dtypes))
 
     at = 0
     while at < len(nodes):

@@ -57,7 +57,7 @@ from ..capture import recompile_limit
 from ..capture.backend import Inner
 from ..capture.call import Call, begin, current, regions_entered
 from ..capture.inputs import device_of, resolve
-from ..capture.outputs import low_of_its_own, restored
+from ..capture.outputs import is_whole, low_of_its_own, restored
 from ..capture.parameters import is_only_read
 from ..trust.watch import watching
 from .copies import Opened
@@ -350,7 +350,8 @@ class Runner:
         if not self.restores or call.does != "run":
             return outputs
         alone = len(call.ran) == 1 and not any(entry.converted.broke for entry in self.entries)
-        if alone and (isinstance(outputs, (Tensor, dict)) or not any(map(is_dataclass, pytree.tree_leaves(outputs)))):
+        leaves = () if isinstance(outputs, (Tensor, dict)) else pytree.tree_leaves(outputs, is_leaf=is_whole)
+        if alone and not any(map(is_dataclass, leaves)):
             return outputs
         return restored(outputs, low_of_its_own(call.model, (call.args, call.kwargs), self.low))
 

@@ -172,7 +172,13 @@ def of_a_broken_graph(self: Any, x: Tensor) -> Any:
     return h, h.sin(), checkpoint(self.m, h, use_reentrant=False), h.exp(), h.exp().to(h.dtype)
 
 
-AUTHORS = (computed, of_a_checkpoint, of_what_is_read, of_what_is_read_in_a_checkpoint, of_a_broken_graph)
+def broken(self: Any, x: Tensor) -> Any:
+    h = self.l(x)
+    torch._dynamo.graph_break()
+    return h, self.m(h).exp(), self.m(h)
+
+
+AUTHORS = (computed, of_a_checkpoint, of_what_is_read, of_what_is_read_in_a_checkpoint, of_a_broken_graph, broken)
 
 
 @pytest.mark.parametrize(
@@ -214,12 +220,6 @@ def test_what_leaves_a_checkpoint_has_the_dtype_of_each_region_in_it(
     wanted = [t.dtype for t in model(*args)]
     assert wanted == [BF16, BF16, F32, BF16, F32, F32]
     assert [t.dtype for t in convert(model, args, front_end, f"O1,dtype={name}")(*args)] == wanted
-
-
-def broken(self: Any, x: Tensor) -> Any:
-    h = self.l(x)
-    torch._dynamo.graph_break()
-    return h, self.m(h).exp(), self.m(h)
 
 
 OTHERS = (("cpu", {"enabled": False}), ("cpu", {"dtype": FP16}), ("cpu", {"dtype": BF16}), ("cuda", {"enabled": False}))

@@ -248,12 +248,15 @@ def test_what_code_between_graphs_returns_has_the_dtype_of_the_model() -> None:
 class Holding(nn.Module):
     """Holds low tensors in all places, and returns them beside what it computes."""
 
+    table: Tensor
+
     def __init__(self, breaks: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.l, self.breaks = nn.Linear(6, 6), breaks
         self.register_buffer("table", torch.ones(4, 6, dtype=BF16))
-        self.attribute, self.several = torch.ones(4, 6, dtype=BF16), {"one": [torch.ones(6, dtype=BF16)]}
+        self.attribute: Tensor = torch.ones(4, 6, dtype=BF16)
+        self.several = {"one": [torch.ones(6, dtype=BF16)]}
 
     def forward(self, x: Tensor, held: bool = True) -> Any:
         attribute, h = self.attribute, self.l(x)
@@ -275,13 +278,18 @@ def test_what_the_model_holds_is_returned_as_it_is(breaks: bool, train: bool, po
 
 
 def test_a_value_that_the_model_keeps_in_a_call_is_no_more_its_own_than_others() -> None:
-    def keeping(self: Two, x: Tensor) -> Any:
+    def keeping(self: Any, x: Tensor) -> Any:
         self.last = self.l(x)
         torch._dynamo.graph_break()
         return self.last, self.last * 2
 
-    view = compiled(Two(keeping), "O1,dtype=bf16")
-    assert [t.dtype for t in view(example())] == [F32, F32]
+    def keeping_what_no_graph_makes(self: Any, x: Tensor) -> Any:
+        self.last = self.l(x).to_sparse()
+        return self.last, x
+
+    for forward in (keeping, keeping_what_no_graph_makes):
+        view = compiled(Two(forward), "O1,dtype=bf16")
+        assert [t.dtype for t in view(example())] == [F32, F32]
 
 
 def test_outputs_have_the_dtypes_of_the_model_where_dynamo_captures_nothing() -> None:
