@@ -35,7 +35,7 @@ from . import compiled, recompile_limit
 from .capture_jit import ambient_dtype, attribute_of, describe, is_attribute, parameter_path
 from .emitted import at_call
 from .inputs import first_device
-from .outputs import is_low_of_its_own, is_low_throughout, note_leaving
+from .outputs import low_of_its_own, note_leaving
 from .parameters import opaque_parameters, refuse_low_parameters
 from .scope import Scope, is_gathered, is_training, scope
 
@@ -202,14 +202,16 @@ def split(options: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, 
 
 def rewrite(
     gm: GraphModule, example_inputs: list[Any], policy: Policy, notes: tuple[str, ...] = (), *,
-    runs_on: str | None = None, replayed: Callable[[Graph], tuple[Plan | None, bool]] | None = None,
+    runs_on: str | None = None, in_region: bool = False,
+    replayed: Callable[[Graph], tuple[Plan | None, bool]] | None = None,
     timer: Timer | None = None, penalties: Penalties | None = None,
 ) -> tuple[compiled.Converted, dict[int, torch.dtype]]:  # fmt: skip
     """Convert a graph from Dynamo, in place; return the decisions, and the outputs' dtypes in the model itself.
 
     A device and a dtype that the policy leaves open are those of the inputs and of the surrounding autocast; `runs_on`
-    is the kind of device of the autocast that was on while Dynamo traced, if the policy is for another one. `replayed`
-    gives the plan to carry out for a described graph, and whether it is of this very graph.
+    is the kind of device of the autocast that was on while Dynamo traced, if the policy is for another one, and
+    `in_region` says that it was a region of the model's own in the policy's, which is in the graph. `replayed` gives
+    the plan to carry out for a described graph, and whether it is of this very graph.
     """
     places = gm.graph.find_nodes(op="placeholder")  # torch may put the switch of a region before them
     named = [(parameter_path(n), v) for n, v in zip(places, example_inputs, strict=False)]
@@ -226,14 +228,15 @@ def rewrite(
     found = scope()
     if found is not None:
         refuse_unmatched(policy, found.root)
-    holds, given = _held_and_given(gm, example_inputs, found)
-    note_leaving(gm.graph, holds | given)
+    note_leaving(gm.graph)
     here = runs_on or device
-    on = torch.is_autocast_enabled(here)
-    ambient = ambient_dtype(gm.graph, here, policy.dtype) if policy.level.rounds else None
+    on = not in_region and torch.is_autocast_enabled(here)
+    settled = policy.dtype if in_region else None
+    ambient = (settled or ambient_dtype(gm.graph, here)) if policy.level.rounds else None
     dtype = policy.dtype or ambient or torch.get_autocast_dtype(device)
     resolved = replace(policy, device=device, dtype=dtype)
     under = on or ambient is not None
+    holds, given = _held_and_given(gm, example_inputs, found, dtype)
     with no_autocast():
         outputs = describe(gm, scope=found, ambient=under, policy=resolved, holds=holds, given=given - holds)
     if not under and policy.level.rounds:
@@ -259,13 +262,16 @@ def _record_of(plan: Plan) -> str:
     return record_of(plan).to_json()
 
 
-def _held_and_given(gm: GraphModule, example_inputs: list[Any], found: Scope | None) -> tuple[set[Node], set[Node]]:
+def _held_and_given(
+    gm: GraphModule, example_inputs: list[Any], found: Scope | None, low: torch.dtype
+) -> tuple[set[Node], set[Node]]:
     """Return the inputs that the model holds or has made low, and those that it was called with."""
-    leaves = () if found is None else found.given
-    pairs = list(zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=False))
-    given = {n for n, v in pairs if any(v is leaf for leaf in leaves)}
-    low = found is not None and is_low_throughout(found.root, leaves)
-    return {n for n, v in pairs if note_of(n).role or is_low_of_its_own(v, low and n not in given)}, given
+    model, leaves = (nn.Module(), ()) if found is None else (found.root, found.given)
+    pairs = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=False)
+    values = {n: v for n, v in pairs if isinstance(v, torch.Tensor)}
+    given = {n for n, v in values.items() if any(v is leaf for leaf in leaves)}
+    is_own = low_of_its_own(model, leaves, low)
+    return {n for n, v in values.items() if note_of(n).role or (n not in given and is_own(v))}, given
 
 
 def refuse_unmatched(policy: Policy, model: nn.Module) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -21,6 +22,7 @@ class Call:
             unconverted.
         ran: the numbers of the graphs that ran, in order; -1 for one without an op.
         modes: dispatch modes that are off while Dynamo captures, and on while graphs run.
+        regions: how many autocast regions are round the model's code; what is deeper in lies in one of the model's own.
     """
 
     model: nn.Module
@@ -30,9 +32,16 @@ class Call:
     does: str = "run"
     ran: list[int] = field(default_factory=list)
     modes: list[Any] = field(default_factory=list)
+    regions: int = 0
 
 
 _CALLS = threading.local()
+
+
+def regions_entered() -> int:
+    """Return how many autocast regions this thread is in, for whatever device."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
 
 
 def current() -> Call | None:

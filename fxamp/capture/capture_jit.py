@@ -19,6 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from passes._torch import enter_autocast, exit_autocast, pytree, source_name, without_transforms
 from passes.contract.policy import Policy, module_override, type_names
+from passes.graph.bodies import bodies_of
 from passes.graph.notes import Region, note, note_of, origin
 from passes.graph.values import (
     ELIGIBLE,
@@ -33,27 +34,27 @@ from passes.graph.values import (
 from passes.ops import ops
 from passes.ops.rules import COMPOSITE, row_of
 
-from .own_dtypes import own_dtypes, without_low
+from .own_dtypes import own_dtypes, seen_dtypes, without_low
 from .scope import Scope
 
 _ROOT = re.compile(r"^[LG]\['\w+'\]\.?")
 _ATOM = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.([A-Za-z]\w*)")  # skips `_modules` and `_parameters`
 
 
-def ambient_dtype(graph: Graph, device: str, named: torch.dtype | None = None) -> torch.dtype | None:
-    """Return the ambient autocast's low dtype: of a region round the whole graph, now erased, or of torch's state.
+def ambient_dtype(graph: Graph, device: str) -> torch.dtype | None:
+    """Return the ambient autocast's low dtype: of torch's state, or of a region round the whole graph, now erased.
 
-    If the policy names the dtype of the state, a region in another dtype is the model's own.
+    Where torch's state has autocast on, such a region is the model's own.
     """
-    state = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
     region = _whole_region(graph)
-    if region is None or (state is not None and named == state != region[0].args[1]):
-        return state
-    entered, left = region
-    for node in (left, entered):
+    if region is None:
+        return None
+    for node in reversed(region):
         graph.erase_node(node)
-    kind, dtype, *_ = entered.args
-    return _low_of((device, True, dtype)) if kind == device else state  # type: ignore[arg-type]
+    kind, dtype, *_ = region[0].args
+    return _low_of((device, True, dtype)) if kind == device else None  # type: ignore[arg-type]
 
 
 def _whole_region(graph: Graph) -> tuple[Node, Node] | None:
@@ -85,19 +86,22 @@ def describe(
         given: the others that the compiled module was called with.
 
     Returns:
-        The dtypes in the model itself, by number, of outputs that are low there, and not by autocast. Beside such
-        outputs, or low inputs, the outputs that are FP32 in the model itself are among them.
+        The dtypes in the model itself, by number, of the outputs made here that are low, there or by autocast. Beside
+        values that are low there, or low inputs, the other outputs are among them.
     """
     description = _Description(gm.graph, ambient, policy, scope, holds, given)
     description.of(gm)
     if scope is not None:
         _note_fused(gm.graph, scope.root)
     outputs: Any = gm.graph.output_node().args[0]
-    made = {i: description.own.get(n) for i, n in enumerate(outputs) if isinstance(n, Node)}
+    low = {n: dtypes_of(n.meta["val"]) for n in gm.graph.nodes if ambient and seen_dtypes(n) in LOW_DTYPES}
+    own = description.own or {n: dtype for n, dtype in low.items() if dtype in LOW_DTYPES or not note_of(n).leaves}
+    made = {i: own.get(n) for i, n in enumerate(outputs) if isinstance(n, Node)}
     for i, dtype in made.items():
         if dtype in ELIGIBLE:
             note(outputs[i], low_of_its_own=dtype if dtype in LOW_DTYPES else None, leaves_as=dtype)
-    return {i: dtype for i, dtype in made.items() if dtype in (*ELIGIBLE, torch.complex32)}
+    calls = {i: dtype for i, dtype in made.items() if outputs[i].op.startswith("call")}
+    return {i: dtype for i, dtype in calls.items() if dtype in (*ELIGIBLE, torch.complex32)}
 
 
 class _Description:
@@ -109,12 +113,11 @@ class _Description:
         self.ambient, self.policy, self.scope, self.infer = ambient, policy, scope, Inference()
         self.holds, self.given = holds, given
         # If a model holds or receives low tensors, a low dtype comes from these, not from results of autocast.
-        held = (dtypes_of(n.meta.get("example_value")) for n in holds | given)
-        self.authors = {dtype for dtype in held if dtype in LOW_DTYPES}
-        # Low dtypes that may come from results of autocast; the user's code names all others.
-        self.by_autocast = {policy.dtype}
-        named_low = any(_is_method(n) and literal_dtype(n) in LOW_DTYPES for n in graph.nodes)
-        self.makes_low = bool(self.authors) or named_low
+        self.authors = {*map(seen_dtypes, holds | given)} & {*LOW_DTYPES}
+        self.by_regions: set[torch.dtype] = set()  # the low dtypes of the author's own regions
+        named = {literal_dtype(n) for n in graph.nodes if _is_method(n)}
+        inputs = {*map(seen_dtypes, graph.find_nodes(op="placeholder"))}
+        self.makes_low = not (inputs | named).isdisjoint(LOW_DTYPES)
         self.own: dict[Node, Any] = {}  # dtypes in the model itself
         self.of_regions: dict[Region, Inference] = {}  # what ops give in the author's own regions
         self.doubtful: set[Node] = set()  # nodes whose dtype may be the model's own or autocast's
@@ -126,9 +129,8 @@ class _Description:
         """
         nodes, held = list(gm.graph.nodes), dict[Node, Any]()
         describe_regions(nodes, region)
-        regions = {note_of(n).region for n in nodes} - {None}
-        by_regions = {low for r in regions if r is not None and r[1] and (low := _low_of(r)) in LOW_DTYPES}
-        self.by_autocast |= by_regions
+        regions = {r for n in nodes if (r := note_of(n).region) is not None and r[1]}
+        self.by_regions |= {*map(_low_of, regions)} & {*LOW_DTYPES}
         for node in nodes:
             _as_cast(node)
             if inside and node.op == "placeholder":
@@ -144,8 +146,9 @@ class _Description:
             if value is not None:
                 node.meta["val"] = value = self._described(node, value, held, inside)
                 held[node] = dtypes_of(value)
-        if self.ambient and (self.makes_low or by_regions) and not inside:
-            self.own = own_dtypes(gm.graph, self._in_the_model, self.holds, self.given, self.doubtful)
+        if self.ambient and (self.makes_low or self.by_regions) and not inside:
+            bodies = bodies_of(gm.graph, functools.partial(attribute_of, gm))
+            self.own = own_dtypes(gm.graph, self._in_the_model, self.holds, self.given, self.doubtful, bodies)
 
     def _in_the_model(self, node: Node, dtype_of: Callable[[Node], Any]) -> Any:
         """Return the dtypes that a node gives in the model itself: without autocast, but for the author's own regions.
@@ -170,7 +173,7 @@ class _Description:
         if self.ambient and call:
             return retyped(value, self._inferred(node, value, held))
         if self.ambient and inside and node.op == "placeholder":
-            return retyped(value, without_low(dtypes_of(value), self.by_autocast))
+            return retyped(value, without_low(dtypes_of(value), {self.policy.dtype, *self.by_regions}))
         return value
 
     def _runs_under_autocast(self, node: Node) -> bool:
@@ -189,7 +192,7 @@ class _Description:
         They reject operands of several dtypes, one of which may be low, and cannot run some ops at all.
         """
         if ops.name(node).startswith("higher_order::"):
-            made = without_low(dtypes_of(value), self.by_autocast)
+            made = without_low(dtypes_of(value), {self.policy.dtype, *self.by_regions})
             return _named_in_body(node, made) or made
         try:
             return self.infer(node, lambda n: held.get(n))
@@ -200,8 +203,8 @@ class _Description:
     def _describe_cast(self, node: Node, value: Any, held: dict[Node, Any]) -> None:
         """Note the meaning of a cast, and replace a dtype that is low because of autocast."""
         given, fp32 = literal_dtype(node), self._is_fp32(node)
-        low = self.ambient and given in self.by_autocast and not _is_method(node)
-        if low and given in self.authors:
+        low = self.ambient and given == self.policy.dtype and not _is_method(node)  # the code names all other dtypes
+        if low and (given in self.authors or (given in self.by_regions and not fp32)):
             self.doubtful.add(node)
             return
         if low and ops.name(node) == "to":

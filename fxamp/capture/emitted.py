@@ -31,7 +31,7 @@ from passes.ops.rules import row_of
 from passes.runtime.regions import ModesKeptOnError, under_autocast
 
 from .compiled import Converted
-from .outputs import note_own
+from .outputs import noted
 from .parameters import low_parameters, refuse_low_parameters
 from .scope import is_gathered, is_training
 
@@ -196,18 +196,6 @@ def _raised_by(trace: TracebackType | None) -> Node | None:
             found = next((node for node in module.graph.nodes if node.name == name), found)
         trace = trace.tb_next
     return found
-
-
-def noted(outputs: Sequence[Any], own: Mapping[int, torch.dtype]) -> list[Any]:
-    """Mark outputs with their dtypes in the model itself; the same tensor with another dtype becomes a view of it."""
-    noted, made = dict[int, Any](), list(outputs)
-    for i, output in enumerate(outputs):
-        dtype = own.get(i)
-        if noted.setdefault(id(output), dtype) != dtype:
-            made[i] = output.view_as(output)
-        if dtype is not None:
-            note_own(made[i], dtype)
-    return made
 
 
 def _told(example_inputs: Sequence[Any]) -> dict[int, torch.dtype]:

@@ -4,25 +4,36 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import itertools
-from collections.abc import Container, Set
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph, Node
+from torch.fx import Graph
 from torch.utils.weak import WeakIdKeyDictionary
 
 from passes._torch import pytree
 from passes.graph.notes import note
-from passes.graph.values import LOW_DTYPES, dtypes_of
+from passes.graph.values import LOW_DTYPES
+
+from ..trust.tensors import held
 
 _OWN: Any = WeakIdKeyDictionary()  # the dtypes that values which left a graph have in the model itself
 
 
-def note_own(value: Tensor, dtype: torch.dtype) -> None:
-    """Note which dtype a value that leaves a graph has in the model itself; under autocast it may have another."""
-    _OWN[value] = dtype
+def noted(outputs: Sequence[Any], own: Mapping[int, torch.dtype]) -> list[Any]:
+    """Note which dtypes outputs of a graph have in the model itself; under autocast they may have others.
+
+    The same tensor with another dtype becomes a view of it.
+    """
+    made = list(outputs)
+    for i, dtype in own.items():
+        if _OWN.setdefault(made[i], dtype) != dtype:
+            made[i] = made[i].view_as(made[i])
+            _OWN[made[i]] = dtype
+    return made
 
 
 def leaving(value: Any) -> Any:
@@ -30,28 +41,37 @@ def leaving(value: Any) -> Any:
     return value
 
 
-def note_leaving(graph: Graph, own: Set[Node]) -> None:
-    """Note which values leave the model, in the place of the calls that say so.
+def note_leaving(graph: Graph) -> None:
+    """Note which values that a graph makes leave the model, in the place of the calls that say so.
 
-    A value that this graph was given, after a break, is cast here, unless the model itself makes it low (`own`).
+    A value that it was given, after a break, is left to `restored`: the graph may be called with another one.
     """
     for node in graph.find_nodes(op="call_function", target=leaving):
         value: Any = node.args[0]
         if value.op != "placeholder":
             note(value, leaves=True)
-        elif value not in own and dtypes_of(value.meta["example_value"]) in LOW_DTYPES:
-            node.op, node.target = "call_method", "float"
-            node.meta["example_value"] = node.meta["example_value"].float()
-            continue
         node.replace_all_uses_with(value)
         graph.erase_node(node)
 
 
-def is_low_of_its_own(value: object, made_of_low: bool) -> bool:
-    """Say whether a value is low in the model itself. A note from its graph decides, or else `made_of_low`."""
-    if not isinstance(value, Tensor):
-        return False
-    return _OWN.get(value, value.dtype if made_of_low else None) in LOW_DTYPES
+def low_of_its_own(model: nn.Module, inputs: Any, low: torch.dtype) -> Callable[[Tensor], bool]:
+    """Return what says whether a value is low in the model itself, where autocast's dtype is `low`.
+
+    A note from its graph decides. Others are if the model holds them or was called with them, has nothing but low
+    values, or makes them of another low dtype. The model is searched for the first value that needs it.
+    """
+
+    @functools.cache
+    def known() -> Container[int]:
+        own = (t for t in held(model).values() if t.grad_fn is None)  # others it has kept in a call
+        return {*map(id, pytree.tree_leaves(inputs)), *map(id, own)}
+
+    def is_own(value: Tensor) -> bool:
+        if value in _OWN or value.dtype not in LOW_DTYPES:
+            return _OWN.get(value) in LOW_DTYPES
+        return value.dtype != low or is_low_throughout(model, inputs) or id(value) in known()
+
+    return is_own
 
 
 def is_low_throughout(model: nn.Module, inputs: Any) -> bool:
@@ -66,8 +86,8 @@ def is_whole(value: object) -> bool:
     return not isinstance(value, (tuple, list, dict))
 
 
-def restored(outputs: Any, low: torch.dtype, given: Container[int], made: dict[int, Any] | None = None) -> Any:
-    """Return outputs with low values cast to FP32, unless the model itself makes or holds them, or was `given` them.
+def restored(outputs: Any, is_own: Callable[[Tensor], bool], made: dict[int, Any] | None = None) -> Any:
+    """Return outputs with low values cast to FP32, unless `is_own` says that they are low in the model itself.
 
     Containers other than tuples, lists, dicts and dataclasses are left unchanged, so a cache keeps low values.
     An output that is returned twice stays one tensor: `made` maps the identity of each output to what was made of it.
@@ -78,19 +98,19 @@ def restored(outputs: Any, low: torch.dtype, given: Container[int], made: dict[i
         if id(leaf) in made or isinstance(leaf, nn.Parameter):
             continue
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            made[id(leaf)] = _restored_fields(leaf, low, given, made)
+            made[id(leaf)] = _restored_fields(leaf, is_own, made)
         elif isinstance(leaf, Tensor) and leaf in _OWN:
             made[id(leaf)] = leaf.to(_OWN[leaf])
-        elif isinstance(leaf, Tensor) and leaf.dtype == low and id(leaf) not in given:
+        elif isinstance(leaf, Tensor) and leaf.dtype in LOW_DTYPES and not is_own(leaf):
             made[id(leaf)] = leaf.float()
     changed = [made.get(id(leaf), leaf) for leaf in leaves]
     same = all(new is old for new, old in zip(changed, leaves, strict=True))
     return outputs if same else pytree.tree_unflatten(changed, spec)
 
 
-def _restored_fields(value: Any, low: torch.dtype, given: Container[int], made: dict[int, Any]) -> Any:
-    held = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
-    changed = {name: new for name, old in held.items() if (new := restored(old, low, given, made)) is not old}
+def _restored_fields(value: Any, is_own: Callable[[Tensor], bool], made: dict[int, Any]) -> Any:
+    fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
+    changed = {name: new for name, old in fields.items() if (new := restored(old, is_own, made)) is not old}
     if not changed:
         return value
     out = copy.copy(value)

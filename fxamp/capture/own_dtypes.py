@@ -3,7 +3,9 @@
 A model that holds low tensors may cast to their dtype. In Dynamo's graph such a cast looks like one whose dtype was
 read off a result of autocast. What the model would do without autocast tells the two apart. A doubtful cast is first
 assumed to go to FP32. If an op then rejects its operands, or if the cast restores values that were low before the
-user's code cast them up, the user wrote the low dtype. Every other doubtful cast goes to FP32, which loses nothing.
+user's code cast them up, the user wrote the low dtype. So did one where all values before it that had this dtype in the
+trace have it in the model itself, as in a region of the author's own round all of a model: it has read the dtype of one
+of them, or none. Every other doubtful cast goes to FP32, which loses nothing.
 
 Before: linear(to(x, bfloat16), base), base: bfloat16      to(linear, bfloat16)
 After:  the first is bfloat16, since the layer accepts nothing else; the second is float32
@@ -12,19 +14,20 @@ After:  the first is bfloat16, since the layer accepts nothing else; the second 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Container, Set
+from collections.abc import Callable, Container, Mapping, Set
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from passes._torch import HigherOrderOperator
+from passes.graph.bodies import Body
 from passes.graph.values import LOW_DTYPES, dtypes_of, literal_dtype
 
 
 def own_dtypes(
     graph: Graph, infer: Callable[[Node, Callable[[Node], Any]], Any], holds: Set[Node], given: Set[Node],
-    doubtful: Set[Node],
+    doubtful: Set[Node], bodies: Mapping[Node, list[Body]], inputs: Mapping[Node, Any] | None = None,
 ) -> dict[Node, Any]:  # fmt: skip
     """Return the dtypes that the values of a graph would have without autocast.
 
@@ -35,33 +38,53 @@ def own_dtypes(
         given: those that the model was called with; others are not low of their own. An op that rejects one of these
             can only run under autocast, so its result is not low of its own either.
         doubtful: nodes that name a low dtype, which may be the user's or read off a result of autocast.
+        bodies: the graphs inside it.
+        inputs: for such a graph: the dtypes of its placeholders.
     """
     nodes = [n for n in graph.nodes if n.meta.get("val") is not None]
     place = {n: i for i, n in enumerate(nodes)}
-    own: dict[Node, Any] = {}
+    own: dict[Node, Any] = {**(inputs or {})}
     authors: set[Node] = set()
     of_given = {*given}
+    first: dict[tuple[Any, bool], int] = {}  # where the first value of a dtype in the trace is that has it, or not
+
+    def inside(node: Node, body: Body) -> Any:
+        of = body.operands(node)
+        held, passed = ({p for p, v in of.items() if v in values} for values in (holds, of_given))
+        dtypes = {p: own.get(v) for p, v in of.items()}
+        return body.dtypes(own_dtypes(body.graph, infer, held, passed, doubtful, body.bodies(), dtypes))
+
     at = 0
     while at < len(nodes):
         node, at = nodes[at], at + 1
         try:
-            made = _made(node, infer, own, holds | given)
+            entered = [body for body in bodies.get(node, ()) if body.first is not None]
+            made = inside(node, *entered) if entered else _made(node, infer, own, holds | given)
         except Exception:  # whatever a fake kernel raises
             shown = _shown(node, infer, own, doubtful - authors)
             if shown:
                 authors |= shown
                 at = min(place[n] for n in shown)
+                first = {key: i for key, i in first.items() if i < at}
                 continue
             made = dtypes_of(node.meta["val"])
             made = (
                 made if any(own.get(n) in LOW_DTYPES for n in {*node.all_input_nodes} - of_given) else without_low(made)
             )
-        is_low = node not in doubtful or node in authors or _restores_low(node, own, holds)
+        seen = seen_dtypes(node)
+        alone = (seen, True) in first and (seen, False) not in first
+        is_low = node not in doubtful or node in authors or alone or _restores_low(node, own, holds)
         own[node] = made if is_low else without_low(made)
+        first.setdefault((seen, own[node] == seen), place[node])
         low = {n for n in node.all_input_nodes if own.get(n) in LOW_DTYPES}
         if low and low <= of_given:
             of_given.add(node)
     return own
+
+
+def seen_dtypes(node: Node) -> Any:
+    """Return the dtypes that a value had while Dynamo traced."""
+    return dtypes_of(node.meta.get("example_value"))
 
 
 def without_low(dtypes: Any, low: Container[torch.dtype | None] = LOW_DTYPES) -> Any:
@@ -73,8 +96,8 @@ def without_low(dtypes: Any, low: Container[torch.dtype | None] = LOW_DTYPES) ->
 
 def _made(node: Node, infer: Callable[..., Any], own: dict[Node, Any], holds: Set[Node]) -> Any:
     seen = dtypes_of(node.meta["val"])
-    if node.op == "placeholder" and node not in holds:
-        return without_low(seen)
+    if node.op == "placeholder" and (node in own or node not in holds):
+        return own.get(node, without_low(seen))
     if not node.op.startswith("call"):
         return seen
     if isinstance(node.target, HigherOrderOperator):

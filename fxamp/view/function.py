@@ -39,7 +39,7 @@ from passes._torch import (
 )
 
 from ..capture.backend import inner_of, rewrite, run_by
-from ..capture.call import Call, current
+from ..capture.call import Call, current, regions_entered
 from ..capture.compiled import Converted, break_of, copied, elsewhere
 from ..capture.emitted import Kept, at_call
 from ..capture.outputs import is_whole, leaving
@@ -93,6 +93,7 @@ class Function:
         expected: how many graphs a call ran, by the first one that it ran.
         stale: says, if not None, that what was captured holds no longer.
         called: a call has ended since the function was made, or cleared.
+        regions: the kinds of device of the autocast regions in the model's own code.
     """
 
     def __init__(self, runner: Runner, kind: str, method: str) -> None:
@@ -100,6 +101,7 @@ class Function:
         self.expected: dict[int, int] = {}
         self.stale: Callable[[], bool] | None = None
         self.called = False
+        self.regions: set[Any] = set()
         function = function_of(runner, method)
         self.code = function.__code__
         ours = weakref.ref(self)
@@ -142,12 +144,13 @@ class Function:
         for node in gm.graph.nodes:
             if trace := node.meta.get("stack_trace"):
                 node.meta["stack_trace"] = _OURS.sub("", trace)
+        in_region = call is not None and self._enter_region(gm, runner, regions_entered() - call.regions)
         captured = copied(gm)
         inner, notes = inner_of("eager" if self.kind == "transform" else runner.backend, gm)
         plan = runner.replayed
         replaying = None if plan is None else Replaying(plan, runner.entries, state, break_of(gm))
         converted, outputs = rewrite(
-            gm, example_inputs, runner.policy, notes, runs_on=runner.device, timer=runner.timer,
+            gm, example_inputs, runner.policy, notes, runs_on=runner.device, in_region=in_region, timer=runner.timer,
             penalties=runner.penalties, replayed=replaying,
         )  # fmt: skip
         if replaying is not None:
@@ -171,6 +174,24 @@ class Function:
             self.stale = lambda: _global_hooks() != hooks
         run = _numbered(run, captured, number, kept, self.runner)
         return at_call(run, converted, example_inputs, outputs, partial(_reused, self.runner, number))
+
+    def _enter_region(self, gm: GraphModule, runner: Runner, deeper: int) -> bool:
+        """Put a graph into the autocast region of the model's own that it was captured in, if there is one.
+
+        Its frame was called so many regions `deeper` than the model's code. A region for another kind of device counts
+        too, and changes nothing: the graphs captured before have the kinds.
+        """
+        found = deeper > 0 and (not runner.in_region() or runner.device in self.regions)
+        entered = gm.graph.find_nodes(op="call_function", target=enter_autocast) if deeper >= 0 else ()
+        self.regions.update(node.args[0] for node in entered)
+        if found:
+            device, first = runner.device, next(n for n in gm.graph.nodes if n.op != "placeholder")
+            state = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device), None
+            with gm.graph.inserting_before(first):
+                enter = gm.graph.call_function(enter_autocast, state)
+            with gm.graph.inserting_before(gm.graph.output_node()):
+                gm.graph.call_function(exit_autocast, (enter,))
+        return found
 
 
 def function_of(

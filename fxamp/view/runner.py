@@ -55,9 +55,9 @@ from passes.runtime.regions import ModesKeptOnError
 
 from ..capture import recompile_limit
 from ..capture.backend import Inner
-from ..capture.call import Call, begin, current
+from ..capture.call import Call, begin, current, regions_entered
 from ..capture.inputs import device_of, resolve
-from ..capture.outputs import restored
+from ..capture.outputs import is_whole, low_of_its_own, restored
 from ..capture.parameters import is_only_read
 from ..trust.watch import watching
 from .copies import Opened
@@ -328,6 +328,7 @@ class Runner:
         return function, outputs
 
     def _called(self, function: Function, call: Call) -> Any:
+        call.regions = regions_entered() + (self.policy.level.rounds and self.traces_autocast)
         try:
             return function.call(call.model, *call.args, **call.kwargs)
         except dynamo_errors().BackendCompilerFailed as e:
@@ -342,20 +343,17 @@ class Runner:
         """Run the model itself under autocast, where Dynamo cannot trace."""
         with self.region():
             run = getattr(type(call.model), method) if method else type(call.model).__call__
-            outputs = run(call.model, *call.args, **call.kwargs)
-        if not self.restores:
-            return outputs
-        return pytree.tree_map(lambda t: t.float() if isinstance(t, Tensor) and t.dtype == self.low else t, outputs)
+            return run(call.model, *call.args, **call.kwargs)
 
     def _outside_of_graphs(self, outputs: Any, call: Call) -> Any:
-        """Give outputs their original dtypes where no graph does: in fields of a dataclass, and between graphs."""
+        """Give outputs their original dtypes where no graph does: in fields of a dataclass, and outside of graphs."""
         if not self.restores or call.does != "run":
             return outputs
-        between = any(entry.converted.broke for entry in self.entries)
-        fields = not isinstance(outputs, (Tensor, dict)) and any(map(is_dataclass, pytree.tree_leaves(outputs)))
-        if not between and not fields:
+        alone = len(call.ran) == 1 and not any(entry.converted.broke for entry in self.entries)
+        leaves = () if isinstance(outputs, (Tensor, dict)) else pytree.tree_leaves(outputs, is_leaf=is_whole)
+        if alone and not any(map(is_dataclass, leaves)):
             return outputs
-        return restored(outputs, self.low, {id(t) for t in pytree.tree_leaves((call.args, call.kwargs))})
+        return restored(outputs, low_of_its_own(call.model, (call.args, call.kwargs), self.low))
 
     def _look(self, function: Function, ran: list[int]) -> None:
         """Say that a call did not run the plan, or not all of it; heal code that Dynamo gave up, once a cause."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from passes._torch import enter_autocast, exit_autocast
-from passes.graph.values import LOW_DTYPES, dtypes_of
+from passes.graph.values import LOW_DTYPES, dtypes_of, no_autocast
 from passes.ops.ops import NOTE
 
 from ..capture.backend import leave_sharing_to_the_compiler, rewrite
@@ -149,7 +149,8 @@ def _rewritten(runner: Runner, part: GraphModule, examples: list[Any]) -> Conver
     """Convert a graph, with the model of a view for the one that is called: whoever asks finds this frame."""
     outer = begin(Call(runner.model, (), {}, _CODE))
     try:
-        return rewrite(part, examples, runner.policy, runs_on=runner.device)[0]
+        with no_autocast():  # of its code; the region round the graph is the view's
+            return rewrite(part, examples, runner.policy, runs_on=runner.device)[0]
     finally:
         begin(outer)
 

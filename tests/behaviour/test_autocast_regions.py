@@ -26,7 +26,7 @@ from tests.support.front_ends import (
     legs,
     one,
 )
-from tests.support.helpers import Two
+from tests.support.helpers import Two, in_turns
 
 pytestmark = FRESH
 
@@ -141,6 +141,105 @@ def test_what_a_region_of_the_models_own_returns_keeps_its_dtype(front_end: str,
     assert wanted == [F32, BF16, F32, F32, F32, BF16, BF16, F32]
     for make in at_levels(model, args, front_end, *(f"{level},dtype={name}" for level in ("O0", "O1", "O2"))):
         assert [t.dtype for t in make()(*args)] == wanted
+
+
+def computed(self: Any, x: Tensor) -> Any:
+    return self.m(self.l(x).relu())
+
+
+def of_a_checkpoint(self: Any, x: Tensor) -> Any:
+    h = checkpoint(lambda a: self.l(a).relu(), x, use_reentrant=False)
+    return h, h.sin(), self.m(h), h.float()
+
+
+def of_what_is_read(self: Any, x: Tensor) -> Any:
+    h = self.l(x)
+    sure = h.softmax(-1).to(h.dtype), torch.ones(6, dtype=h.dtype) * 1.1, h.softmax(-1, dtype=torch.float32).type_as(h)
+    return h.to(x.dtype), self.m(h).float().to(h.dtype), *sure
+
+
+def of_what_is_read_in_a_checkpoint(self: Any, x: Tensor) -> Any:
+    def recomputed(a: Tensor) -> Any:
+        h = self.l(a)
+        return self.m(h.softmax(-1).to(h.dtype)), h.exp(), h.exp().to(h.dtype)
+
+    return checkpoint(recomputed, x, use_reentrant=False)
+
+
+def of_a_broken_graph(self: Any, x: Tensor) -> Any:
+    h = self.l(x)
+    torch._dynamo.graph_break()
+    return h, h.sin(), checkpoint(self.m, h, use_reentrant=False), h.exp(), h.exp().to(h.dtype)
+
+
+def broken(self: Any, x: Tensor) -> Any:
+    h = self.l(x)
+    torch._dynamo.graph_break()
+    return h, self.m(h).exp(), self.m(h)
+
+
+AUTHORS = (computed, of_a_checkpoint, of_what_is_read, of_what_is_read_in_a_checkpoint, of_a_broken_graph, broken)
+
+
+@pytest.mark.parametrize(
+    ("forward", "train", "low", "policy"),
+    in_turns(AUTHORS, [True, False], [BF16, FP16], ["O1,dtype=bf16", "O2,dtype=bf16", "O1,dtype=fp16"]),
+)
+def test_what_leaves_a_region_round_all_of_a_model_has_the_dtype_that_the_model_gives(
+    forward: Any, train: bool, low: torch.dtype, policy: str
+) -> None:
+    def inside(self: Any, x: Tensor) -> Any:
+        with torch.autocast("cpu", low):
+            return forward(self, x)
+
+    torch.manual_seed(0)
+    model, (x,) = Two(inside).train(train), one()
+    got, plain = fxamp.convert(model, policy=policy)(x), model(x)
+    for a, b in zip(*([t] if isinstance(t, Tensor) else t for t in (got, plain)), strict=True):
+        assert a.dtype == b.dtype
+        assert policy.startswith("O2") or torch.equal(a, b)
+
+
+def behind_a_region(self: Any, x: Tensor) -> Any:
+    def recomputed(a: Tensor) -> Any:
+        h = self.m(a)
+        with torch.autocast("cpu", BF16):
+            return self.l(a), h.sin(), h + self.l(h)
+
+    with torch.autocast("cpu", BF16):
+        inside = checkpoint(self.l, x, use_reentrant=False)
+    return inside, inside * 2, self.m(inside.float()), *checkpoint(recomputed, x, use_reentrant=False)
+
+
+@each_low("view")
+def test_what_leaves_a_checkpoint_has_the_dtype_of_each_region_in_it(
+    front_end: str, name: str, low: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    model, args = Two(behind_a_region), one()
+    wanted = [t.dtype for t in model(*args)]
+    assert wanted == [BF16, BF16, F32, BF16, F32, F32]
+    assert [t.dtype for t in convert(model, args, front_end, f"O1,dtype={name}")(*args)] == wanted
+
+
+OTHERS = (("cpu", {"enabled": False}), ("cpu", {"dtype": FP16}), ("cpu", {"dtype": BF16}), ("cuda", {"enabled": False}))
+
+
+@pytest.mark.parametrize(("region", "policy"), [*((region, "O1") for region in OTHERS), (OTHERS[2], "O0")])
+def test_a_region_round_a_function_whose_graph_breaks_is_the_models_own(region: Any, policy: str) -> None:
+    def forward(self: Any, x: Tensor) -> Any:
+        before = self.m(x)
+        with torch.autocast(region[0], **region[1]):
+            return before, *broken(self, x)
+
+    torch.manual_seed(0)
+    model, args = Two(forward), one()
+    view = fxamp.convert(model, args, policy=f"{policy},dtype=bf16")  # compared with the model, or it raises
+    got, plain = view(*args), model(*args)
+    with torch.autocast("cpu", BF16, enabled=policy == "O1", cache_enabled=False):  # it has casts to any dtype
+        expected = model(*args)
+    assert [t.dtype for t in got] == [t.dtype for t in plain]
+    assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(got, expected, strict=True))
 
 
 @pytest.mark.parametrize("way", ["view", "in place"])

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxamp
+from passes._torch import pytree
 from tests.support.front_ends import FRESH, compiled
-from tests.support.helpers import Two, autocast_runs_lstms, example
+from tests.support.helpers import Two, autocast_runs_lstms, example, in_turns
 
 pytestmark = FRESH
 BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -242,6 +243,63 @@ def test_what_code_between_graphs_returns_has_the_dtype_of_the_model() -> None:
     assert plain[1]["own"].dtype == BF16
     with torch.autocast("cpu", FP16):
         assert torch.equal(got[0].to_dense(), model(x)[1]["h"].float())
+
+
+class Holding(nn.Module):
+    """Holds low tensors in all places, and returns them beside what it computes."""
+
+    table: Tensor
+
+    def __init__(self, breaks: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.l, self.breaks = nn.Linear(6, 6), breaks
+        self.register_buffer("table", torch.ones(4, 6, dtype=BF16))
+        self.attribute: Tensor = torch.ones(4, 6, dtype=BF16)
+        self.several = {"one": [torch.ones(6, dtype=BF16)]}
+
+    def forward(self, x: Tensor, held: bool = True) -> Any:
+        attribute, h = self.attribute, self.l(x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        low = (self.table, attribute, self.several["one"][0], x) if held else (h, h, h[0], x)
+        return h, {"sum": self.attribute * 2, "first": attribute[:1]}, *low
+
+
+@pytest.mark.parametrize(("breaks", "train", "policy"), in_turns([False, True], [False, True], ["O0", "O1", "O2"]))
+def test_what_the_model_holds_is_returned_as_it_is(breaks: bool, train: bool, policy: str) -> None:
+    model, x = Holding(breaks).train(train), example()
+    view = compiled(model, f"{policy},dtype=bf16")
+    for held in (True, False, True):  # of the same dtypes, so that what runs behind the break is the same graph
+        got, plain = view(x, held), model(x, held)
+        assert [t.dtype for t in pytree.tree_leaves(got)] == [t.dtype for t in pytree.tree_leaves(plain)]
+        if held:
+            assert [*map(id, got[2:])] == [*map(id, plain[2:])]
+
+
+def test_a_value_that_the_model_keeps_in_a_call_is_no_more_its_own_than_others() -> None:
+    def keeping(self: Any, x: Tensor) -> Any:
+        self.last = self.l(x)
+        torch._dynamo.graph_break()
+        return self.last, self.last * 2
+
+    def keeping_what_no_graph_makes(self: Any, x: Tensor) -> Any:
+        self.last = self.l(x).to_sparse()
+        return self.last, x
+
+    for forward in (keeping, keeping_what_no_graph_makes):
+        view = compiled(Two(forward), "O1,dtype=bf16")
+        assert [t.dtype for t in view(example())] == [F32, F32]
+
+
+def test_outputs_have_the_dtypes_of_the_model_where_dynamo_captures_nothing() -> None:
+    model, x = Holding(breaks=False), example()
+    view = compiled(model, "O1,dtype=bf16")
+    with torch.compiler.set_stance("force_eager"):
+        got = view(x)
+    assert [t.dtype for t in got[2:]] == [BF16, BF16, BF16, F32]
+    assert got[0].dtype == F32
+    assert got[2] is model.table
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
