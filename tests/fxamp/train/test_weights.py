@@ -352,11 +352,6 @@ def test_auto_counts_a_weight_that_is_cast_at_two_places_of_the_graph(
     assert all(map(torch.equal, views[0].parameters(), views[1].parameters()))
 
 
-def test_auto_of_a_model_that_is_not_captured_yet_takes_each_weight_for_cast_once() -> None:
-    assert make_step(converted(), "auto", accumulate_steps=1).weights.mode == "per_use"
-    assert make_step(converted(), "auto", accumulate_steps=2).weights.mode == "per_step"
-
-
 def test_a_weight_that_many_graphs_read_is_kept_once() -> None:
     torch.manual_seed(0)
     inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH))
@@ -742,8 +737,3 @@ def test_per_step_is_refused_where_parameters_are_gone() -> None:
     view = fxamp.convert(model, (torch.randn(2, 4),), policy="O0")
     with pytest.raises(PolicyError, match="this model has no cast that can be kept"):
         WeightCasts(view, "per_step", 4)
-
-
-def test_an_unknown_word_is_refused() -> None:
-    with pytest.raises(PolicyError, match="weights must be one of 'auto', 'per_step', 'per_use', got 'always'"):
-        make_step(converted(), "always")

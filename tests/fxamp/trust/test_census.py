@@ -373,11 +373,6 @@ def test_generation_is_in_the_plan() -> None:
     assert found, said(found)
 
 
-def test_a_policy_that_matches_nothing_never_gets_to_a_census() -> None:
-    with pytest.raises(PolicyError, match="nearest name is 'first'"):
-        fxamp.convert(Net(), policy="O2,modules.firsd=fp32")
-
-
 # Afterwards everything is as before.
 
 

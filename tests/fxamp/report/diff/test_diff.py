@@ -87,10 +87,6 @@ def test_names_are_text_in_every_form() -> None:
     assert r"\\x1b\[31m/&lt;b>\|\`x\\n::error::" in found.to_markdown()
 
 
-def test_other_number_of_casts_is_a_difference() -> None:
-    assert diff(plan(LINEAR), dataclasses.replace(plan(LINEAR), casts=1))
-
-
 def test_changes_come_in_graph_order() -> None:
     new = decision("new/gelu#0")
     found = diff(plan(LINEAR, RELU, SOFTMAX), plan(LINEAR, new, decision("head/softmax#0", "float32")))
