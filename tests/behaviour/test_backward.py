@@ -68,7 +68,6 @@ CACHED = pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functoo
     [
         ("BertForMaskedLM", 8),
         ("ResNetForImageClassification", 8),
-        ("LlamaForCausalLM", 1),
         *(pytest.param(name, 50, marks=pytest.mark.matrix) for name in MODELS),
         pytest.param("WavLMForSequenceClassification", 1, marks=[CACHED, pytest.mark.matrix]),
     ],

@@ -250,11 +250,6 @@ def test_target_that_does_not_work_is_named(here: Path, target: str, message: st
         load_target(target)
 
 
-def test_target_that_cannot_be_imported_leaves_with_two(here: Path, capsys: Capture) -> None:
-    assert main(["report", "absent_package.net:build"]) == 2
-    assert "cannot import 'absent_package.net'" in error_of(capsys)
-
-
 @pytest.mark.parametrize(
     "error", [kind("two\nlines") for kind in (CaptureError, RuntimeError, SystemExit, GeneratorExit)]
 )

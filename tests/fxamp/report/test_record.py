@@ -24,10 +24,11 @@ from passes.graph.notes import is_inserted
 from reports.subjects import compiled as convert_subject
 from reports.subjects import converted, subject, unchanged
 from reports.zoo import BY_NAME
+from tests.support.helpers import matrix
 from tests.support.records import SCHEMA, schema
 
 ROOT = Path(fxamp.__file__).parent.parent
-MODELS = ("lenet5", "hf_bert", "resnet18", *(pytest.param(n, marks=pytest.mark.matrix) for n in ("vit", "hf_gpt2")))
+MODELS = ("lenet5", "hf_bert", *matrix("resnet18", "vit", "hf_gpt2"))
 
 
 LEVELS = ("O0", "O1,dtype=bf16", "O2,dtype=bf16")

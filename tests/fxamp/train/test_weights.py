@@ -27,6 +27,7 @@ from fxamp.train.weights import WeightCasts
 from passes.contract.errors import CaptureError, PolicyError
 from reports.subjects import subject, unchanged
 from reports.zoo import BY_NAME
+from tests.support.helpers import matrix
 
 WIDTH, VOCABULARY = 16, 11
 NEVER = "O1,dtype=bf16,share_casts=never"
@@ -39,15 +40,13 @@ class Tied(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.twice = nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.LayerNorm(WIDTH)
         self.last = nn.Linear(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)
-        x = x + self.twice(F.gelu(self.twice(x)))
-        return self.head(F.gelu(self.last(self.norm(x))))
+        return self.head(self.last(x + self.twice(F.gelu(self.twice(x)))))
 
 
 def converted(policy: str = "O1,dtype=bf16", captured: bool = False) -> Any:
@@ -109,12 +108,9 @@ def test_every_gradient_within_a_window_is_that_of_casts_at_every_use(policy: st
         assert_same_gradients(ours, theirs)
 
 
-EVERYDAY = ("lstm_tagger",)
-
-
 @pytest.mark.usefixtures("eager_and_traced")
-@pytest.mark.parametrize("policy", ["O2,dtype=bf16", pytest.param("O1,dtype=bf16", marks=pytest.mark.matrix)])
-@pytest.mark.parametrize("name", [n if n in EVERYDAY else pytest.param(n, marks=pytest.mark.matrix) for n in BY_NAME])
+@pytest.mark.parametrize("policy", ["O2,dtype=bf16", *matrix("O1,dtype=bf16")])
+@pytest.mark.parametrize("name", ["lstm_tagger", *matrix(*(n for n in BY_NAME if n != "lstm_tagger"))])
 def test_gradients_of_real_models_are_those_of_casts_at_every_use(name: str, policy: str) -> None:
     found = subject(name)
     model, args, kwargs = found.model.train(), found.args, found.kwargs
@@ -429,7 +425,7 @@ def _move(model: nn.Module) -> None:
 
 
 @pytest.mark.usefixtures("eager_and_traced")
-@pytest.mark.parametrize("change", [_edit_in_place, _replace, _load, _assign, _move])
+@pytest.mark.parametrize("change", [_edit_in_place, _replace, _assign, *matrix(_load, _move)])
 def test_a_change_of_a_weight_within_a_window_is_seen(change: Callable[[nn.Module], None]) -> None:
     losses: list[list[Tensor]] = [[], []]
     models = [converted(), converted()]

@@ -315,7 +315,6 @@ def test_a_model_that_breaks_its_graph_is_gated_whole(folder: Path, check: Check
     change(folder, "nn.GELU()", "nn.Softmax(-1)")
     status, out, _ = check(*how)
     assert (status, "softmax" in out) == (1, True)
-    assert check(*how, "--device=cuda")[0] == 1
 
 
 UNCOPIED = """
