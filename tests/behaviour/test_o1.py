@@ -10,15 +10,7 @@ import torch
 
 from fxamp.trust.distance import UnderAutocast, distance, floats
 from passes.contract.reasons import DEVIATIONS
-from reports.subjects import (
-    converted,
-    oracle,
-    run,
-    set_mode,
-    subject,
-    training_counts,
-    unchanged,
-)
+from reports.subjects import converted, oracle, run, set_mode, subject, training_counts, unchanged
 from reports.trial.first import Calls, first_difference
 from reports.zoo import NO_FP16_ON_CPU, SOME
 from tests.support.helpers import in_turns

@@ -57,10 +57,7 @@ def grow(model: Net) -> None:
         model.factor.fill_(5e4)
 
 
-@pytest.mark.parametrize(
-    "how",
-    ["scaler", "compiled", *matrix("step", "static", "accumulates")],
-)
+@pytest.mark.parametrize("how", ["scaler", "compiled", *matrix("step", "static", "accumulates")])
 def test_a_run_with_an_overflow_heals_itself(how: str, caplog: pytest.LogCaptureFixture) -> None:
     model = Net()
     more: Any = {

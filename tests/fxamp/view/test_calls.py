@@ -204,11 +204,7 @@ def test_a_first_call_while_dynamo_is_disabled_is_named_and_the_next_is_captured
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
-    ("context", "cause"),
-    [
-        (lambda: torch.compiler.set_stance("force_eager"), "set_stance"),
-    ],
-    ids=["stance"],
+    ("context", "cause"), [(lambda: torch.compiler.set_stance("force_eager"), "set_stance")], ids=["stance"]
 )
 def test_a_call_that_did_not_run_the_plan_is_named(
     context: Any, cause: str, policy: str, caplog: pytest.LogCaptureFixture
