@@ -186,6 +186,7 @@ def project(folder: Path, check: Check) -> dict[str, tuple[str, ...]]:
     return {name: (f"{name}/model.py:make", f"--plan={name}/plan.json", LOW) for name in ("a", "b")}
 
 
+@pytest.mark.matrix  # `.ci/run` checks those of this project so
 def test_targets_of_a_project_are_checked_each_in_a_process_of_its_own_whatever_it_prints(
     folder: Path, check: Check, project: dict[str, tuple[str, ...]]
 ) -> None:

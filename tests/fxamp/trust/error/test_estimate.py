@@ -13,6 +13,7 @@ import fxamp
 from fxamp.trust.error.runs import Ran, Subject
 from fxamp.trust.given_step import given_step
 from reports.zoo import BY_NAME
+from tests.support.helpers import matrix
 
 CE = nn.functional.cross_entropy
 
@@ -22,9 +23,7 @@ def batches(name: str, count: int, first: int = 3) -> list[Any]:
     return [kwargs or args[0] for args, kwargs in made]
 
 
-@pytest.mark.parametrize(
-    "name", ["gpt", *(pytest.param(n, marks=pytest.mark.matrix) for n in ("unet", "hf_bert", "hf_llama"))]
-)
+@pytest.mark.parametrize("name", ["gpt", *matrix("unet", "hf_bert", "hf_llama")])
 def test_predictions_are_near_measurements_on_other_batches(name: str) -> None:
     zoo = BY_NAME[name]
     model = zoo.build().eval()
@@ -187,12 +186,14 @@ class Euler(nn.Module):
         return h.square().mean()
 
 
-def test_small_updates_of_a_large_low_state_are_lost_all_alike() -> None:
+@pytest.mark.parametrize("verified", [False, *matrix(True)])  # which takes long
+def test_small_updates_of_a_large_low_state_are_lost_all_alike(verified: bool) -> None:
     model, given = Euler(200), {"batches": [torch.randn(8, 16) + 2 for _ in range(2)], "policies": ("autocast", "O2")}
     predicted = fxamp.estimate_error(model, gradients=False, **given)  # type: ignore[arg-type]
-    measured = fxamp.verify(model, **given)  # type: ignore[arg-type]
-    assert measured["O2"].loss > 50 * measured["autocast"].loss  # which keeps the state in FP32
-    assert predicted["O2"].loss == pytest.approx(measured["O2"].loss, rel=0.5)
+    if verified:
+        measured = fxamp.verify(model, **given)  # type: ignore[arg-type]
+        assert measured["O2"].loss > 50 * measured["autocast"].loss  # which keeps the state in FP32
+        assert predicted["O2"].loss == pytest.approx(measured["O2"].loss, rel=0.5)
     assert predicted["autocast"].loss < predicted["O2"].loss / 20
     assert len(predicted["O2"].swamped) == 200
     assert predicted["autocast"].swamped == {}
