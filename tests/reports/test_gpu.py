@@ -38,7 +38,8 @@ class TwoBlocks(nn.Module):
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Output:
         x = self.words(input_ids)
-        for norm, qkv, up, down in self.blocks:  # type: ignore[misc]
+        blocks: Any = self.blocks
+        for norm, qkv, up, down in blocks:
             q, k, v = qkv(norm(x)).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
             x = x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
             x = x + down(F.gelu(up(x)))
