@@ -86,7 +86,7 @@ def test_o1_gradients_are_within_twice_autocasts_distance_from_float64(name: str
     check_gradients(name, "bf16")
 
 
-@pytest.mark.parametrize(("name", "level"), in_turns(SOME, ["O1", "O2"]))
+@pytest.mark.parametrize(("name", "level"), in_turns(SOME[:3], ["O1", "O2"]))
 def test_a_training_step_never_casts_more_than_autocast(name: str, level: str) -> None:
     needs_kernels(name, "bf16")
     check_casts(name, level, "bf16")

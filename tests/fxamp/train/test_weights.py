@@ -207,6 +207,7 @@ class Peak(TorchDispatchMode):
         return out
 
 
+@pytest.mark.matrix  # of a BERT; what is saved for backward is counted above
 def test_the_peak_of_a_window_at_o2_is_no_more_than_under_autocast() -> None:
     zoo = BY_NAME["hf_bert"]
     torch.manual_seed(0)

@@ -144,7 +144,7 @@ class Sized(nn.Module):
         return CE(self.net(x), x[:, 0].gt(0).long()) * self.factor
 
 
-@pytest.mark.parametrize("factor", [1e-7, 1.0, 1e3], ids=["below FP16's least number", "one", "too large to scale"])
+@pytest.mark.parametrize("factor", [1e-7, *matrix(1.0, 1e3)])  # below FP16's least number; too large to scale
 def test_gradients_in_fp16_are_predicted_with_a_scaled_loss_as_they_are_measured(factor: float) -> None:
     batches = [torch.randn(16, 32) for _ in range(4)]
     policies = ("O1,dtype=fp16", "O2,dtype=fp16")
@@ -221,7 +221,7 @@ class Odd(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("how", ["checkpoint", "break", "cond"])
+@pytest.mark.parametrize("how", ["break", "cond", *matrix("checkpoint")])
 def test_bodies_and_graph_breaks_are_looked_into(how: str) -> None:
     model = Odd(how)
     batches = [(torch.randn(64, 8), torch.randint(4, (64,))) for _ in range(4)]
