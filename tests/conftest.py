@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import gc
 import getpass
+import logging
 import os
 import re
 import tempfile
@@ -24,6 +25,7 @@ import torch
 from xdist.scheduler import LoadFileScheduling
 
 from reports.zoo import BY_NAME
+from tests.support.guards import untimed_guards
 
 if "OMP_NUM_THREADS" not in os.environ:  # torch has read it, as the processes that tests start do
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -58,13 +60,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Shares:
 
 
 def pytest_configure() -> None:
-    """What importing leaves behind is not garbage."""
+    """What importing leaves behind is not garbage; what torch says of each capture is not read."""
     gc.disable()
+    untimed_guards()
+    logging.getLogger("torch").setLevel(logging.WARNING)
 
 
 def pytest_collection_finish() -> None:
-    """Nor is what has been collected."""
+    """Nor is what has been collected; and a capture makes so many objects that garbage is collected more rarely."""
     gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
     gc.enable()
 
 

@@ -45,38 +45,23 @@ def passed(called: Any, model: nn.Module, inputs: dict[str, Any]) -> list[Tensor
     return [*(t.detach() for t in outputs), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-CACHED = pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *(pytest.param(name, marks=pytest.mark.matrix if name[:3] in ("GPT", "ViT") else ()) for name in MODELS),
-        pytest.param("WavLMForSequenceClassification", marks=[CACHED, pytest.mark.matrix]),
-    ],
-)
-def test_outputs_and_gradients_are_autocasts(name: str) -> None:
-    """WavLM calls attention as one function, with low queries and FP32 weights."""
+def trained(name: str, steps: int, compile: Any) -> tuple[list[Tensor], list[float]]:
+    """Return what one pass of a small model gives, and the losses of so many steps after it."""
     model, inputs = BY_NAME[name](2)
-    expected = passed(UnderAutocast(model.train(), BF16), model, inputs)
-    found = passed(compiled(model), model, inputs)
-    assert len(found) == len(expected)
-    assert [i for i, (a, b) in enumerate(zip(expected, found, strict=True)) if not torch.equal(a, b)] == []
-
-
-def losses(name: str, steps: int, compile: Any) -> list[float]:
-    """Return the losses of so many steps of a small model."""
-    model, inputs = BY_NAME[name](2)
-    labels = {} if "labels" in inputs else {"labels": torch.zeros(2, dtype=torch.long)}
+    inputs = {"labels": torch.zeros(2, dtype=torch.long), **inputs}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    called, found = compile(model.train()), []
+    called, losses = compile(model.train()), []
+    first = [t.clone() for t in passed(called, model, inputs)]
     for _ in range(steps):
-        loss = called(**inputs, **labels).loss
+        optimizer.zero_grad()
+        loss = called(**inputs).loss
         loss.backward()
         optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
-    return found
+        losses.append(loss.item())
+    return first, losses
+
+
+CACHED = pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 
 
 @pytest.mark.parametrize(
@@ -85,10 +70,17 @@ def losses(name: str, steps: int, compile: Any) -> list[float]:
         ("BertForMaskedLM", 8),
         ("ResNetForImageClassification", 8),
         *(pytest.param(name, 50, marks=pytest.mark.matrix) for name in MODELS),
+        pytest.param("WavLMForSequenceClassification", 1, marks=[CACHED, pytest.mark.matrix]),
     ],
 )
-def test_losses_of_a_training_run_are_autocasts(name: str, steps: int) -> None:
-    assert losses(name, steps, compiled) == losses(name, steps, lambda model: UnderAutocast(model, BF16))
+def test_outputs_gradients_and_losses_of_a_run_are_autocasts(name: str, steps: int) -> None:
+    """WavLM calls attention as one function, with low queries and FP32 weights."""
+    (found, losses), (expected, theirs) = (
+        trained(name, steps, compile) for compile in (compiled, lambda model: UnderAutocast(model, BF16))
+    )
+    assert len(found) == len(expected)
+    assert [i for i, (a, b) in enumerate(zip(expected, found, strict=True)) if not torch.equal(a, b)] == []
+    assert losses == theirs
 
 
 def heads(self: Any, x: Tensor) -> Tensor:

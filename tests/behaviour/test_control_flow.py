@@ -44,10 +44,7 @@ INSIDE = {"while_loop": loop, "scan": running, "cond": branches}
 
 @pytest.mark.parametrize(
     ("kind", "front_end"),
-    [
-        *((kind, "view") for kind in INSIDE),
-        *(pytest.param(kind, "graph", marks=pytest.mark.matrix) for kind in INSIDE),
-    ],
+    [*((kind, "view") for kind in INSIDE), *(pytest.param(kind, "graph", marks=pytest.mark.matrix) for kind in INSIDE)],
 )
 def test_a_loop_carried_value_keeps_its_dtype(kind: str, front_end: str) -> None:
     torch.manual_seed(0)

@@ -224,7 +224,7 @@ def test_a_weight_that_einsum_and_a_layer_read_has_the_gradient_of_autocast(shar
 WAYS_IN = DOORS | {
     "torch.compile": lambda model, args, policy: torch.compile(
         model, backend="fxamp", options={"policy": policy, "backend": "eager"}
-    ),
+    )
 }
 KEYS = {"ops.cdist": "cdist", "ops.linalg_inv": "linalg_inv", "modules.inner": "cdist"}
 

@@ -148,7 +148,7 @@ def low(call: Any, **inputs: Any) -> Any:
 @pytest.mark.parametrize(
     "build", [gpt2, *(pytest.param(b, marks=pytest.mark.matrix) for b in (t5, whisper))], ids=lambda b: b.__name__
 )
-def test_generation_and_calls_beyond_the_recompile_limit_are_autocasts(build: Any) -> None:
+def test_generation_is_autocasts(build: Any) -> None:
     torch.manual_seed(0)
     model, inputs = build()
     asked = {"max_new_tokens": 3, "do_sample": False, "output_scores": True, "return_dict_in_generate": True}
@@ -156,9 +156,17 @@ def test_generation_and_calls_beyond_the_recompile_limit_are_autocasts(build: An
     expected, got = low(model.generate, **inputs, **asked), module.generate(**inputs, **asked)
     assert torch.equal(got.sequences, expected.sequences)
     assert all(torch.equal(a, b.float()) for a, b in zip(got.scores, expected.scores, strict=True))
-    again = build()[0].eval()  # a view made later has a limit of its own
+
+
+@pytest.mark.matrix  # by a model of one layer: tests/fxamp/view/test_outputs_and_methods.py
+@pytest.mark.parametrize("build", [gpt2, t5, whisper], ids=lambda b: b.__name__)
+def test_calls_beyond_the_recompile_limit_are_autocasts(build: Any) -> None:
+    torch.manual_seed(0)
+    (model, inputs), (again, _) = build(), build()
     again.load_state_dict(model.state_dict())
-    module, later = (fxamp.compile(m, policy="O1,dtype=bf16", backend="eager", dynamic=False) for m in (model, again))
+    module, later = (  # a view made later has a limit of its own
+        fxamp.compile(m.eval(), policy="O1,dtype=bf16", backend="eager", dynamic=False) for m in (model, again)
+    )
     key = "decoder_input_ids" if build is not gpt2 else "input_ids"
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr("fxamp.view.function.LIMIT", 2)

@@ -18,10 +18,16 @@ OURS = {"fxamp", "passes", "tests", "reports"}
 
 
 @functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    """Return all that a file is made of."""
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+@functools.cache
 def imports(path: Path) -> set[tuple[int, str]]:
     """Return (level, module) of every import statement of a file; level 0 is absolute."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found |= {(0, alias.name) for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -60,7 +66,7 @@ def ours() -> frozenset[str]:
     """Return every name that our own code defines or assigns: what is private there is ours."""
     found: set[str] = set()
     for path in (*PASSES, *FXAMP):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 found.add(node.name)
             elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
@@ -68,10 +74,10 @@ def ours() -> frozenset[str]:
     return frozenset(found)
 
 
-def of_torch(tree: ast.AST) -> dict[str, str]:
+def of_torch(made_of: Iterable[ast.AST]) -> dict[str, str]:
     """Return what names of a file are of torch's modules, by the names that they have there."""
     found: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in made_of:
         if isinstance(node, ast.Import):
             names = [a for a in node.names if a.name.partition(".")[0] == "torch"]
             found |= {a.asname or a.name: a.name for a in names} | ({"torch": "torch"} if names else {})
@@ -80,15 +86,15 @@ def of_torch(tree: ast.AST) -> dict[str, str]:
     return found
 
 
-def private_names(source: str, own: Collection[str] = ()) -> set[str]:
+def private_names(made_of: Collection[ast.AST], own: Collection[str] = ()) -> set[str]:
     """Return the private names of torch that a file uses: by import, by a chain of attributes, of an object.
 
     An object's is told by its name, which nothing of ours has. Of `self` a class of ours may use what it inherits; the
     tables of `nn.Module` are in every saved module; and what operators are called is no name of Python's.
     """
-    tree = ast.parse(source)
-    torchs, found = of_torch(tree), {name for name in of_torch(tree).values() if "._" in name}
-    for node in ast.walk(tree):
+    torchs = of_torch(made_of)
+    found = {name for name in torchs.values() if "._" in name}
+    for node in made_of:
         if not isinstance(node, ast.Attribute) or not is_private(node.attr):
             continue
         root, *chain = ast.unparse(node).split(".") if isinstance(node.value, ast.Name | ast.Attribute) else [""]
@@ -107,7 +113,7 @@ NAMED_TUPLES = {"_asdict", "_fields", "_replace"}
 
 def test_private_names_of_torch_stand_in_one_file() -> None:
     others, own = {*PASSES, *FXAMP} - {ROOT / "passes" / "_torch.py"}, ours() | NAMED_TUPLES
-    found = {path.relative_to(ROOT).as_posix(): private_names(path.read_text(encoding="utf-8"), own) for path in others}
+    found = {path.relative_to(ROOT).as_posix(): private_names(nodes(path), own) for path in others}
     assert {path: names for path, names in found.items() if names} == {}
 
 
@@ -128,4 +134,4 @@ def test_private_names_of_torch_stand_in_one_file() -> None:
     ],
 )
 def test_a_private_name_is_found_wherever_it_stands(source: str, found: set[str]) -> None:
-    assert private_names(source, {"_ours"}) == found
+    assert private_names(list(ast.walk(ast.parse(source))), {"_ours"}) == found

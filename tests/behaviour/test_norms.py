@@ -26,7 +26,7 @@ from tests.support.front_ends import (
     legs,
     one,
 )
-from tests.support.helpers import Two, example
+from tests.support.helpers import Two, example, matrix
 
 pytestmark = FRESH
 
@@ -75,12 +75,12 @@ def norms_as_autocast_runs_them(self: Any, x: Tensor) -> Any:
     return F.layer_norm(y, (6,), weight, bias) + F.group_norm(y, 2, self.m.bias, self.l.bias)
 
 
-NORMS = (layer_norm_of_fp32, group_norm_of_fp32, batch_norm_of_fp32, instance_norm_of_fp32,
-         norms_with_weights_of_two_dtypes, norms_as_autocast_runs_them)  # fmt: skip
+NORMS = (layer_norm_of_fp32, norms_with_weights_of_two_dtypes, norms_as_autocast_runs_them, group_norm_of_fp32,
+         batch_norm_of_fp32, instance_norm_of_fp32)  # fmt: skip
 
 
 @each_low(*FRONT_ENDS)
-@pytest.mark.parametrize("norm", NORMS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("norm", [*NORMS[:2], *matrix(*NORMS[2:])], ids=lambda f: f.__name__)
 def test_a_norm_takes_computed_weights(norm: Any, front_end: str, name: str, low: torch.dtype) -> None:
     torch.manual_seed(0)
     model, (x,) = Two(norm), one()

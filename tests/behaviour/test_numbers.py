@@ -46,10 +46,7 @@ def scales() -> Two:
     return Two(scalar_and_vector, scalar=torch.tensor(1.1), one=torch.tensor([1.1]))
 
 
-CASES = {
-    "out of range": Case(partial(Two, numbers_out_of_range), one),
-    "0-dim and 1-D scales": Case(scales, one),
-}
+CASES = {"out of range": Case(partial(Two, numbers_out_of_range), one), "0-dim and 1-D scales": Case(scales, one)}
 
 
 @pytest.mark.parametrize(("case", "front_end"), legs(CASES))

@@ -33,9 +33,7 @@ def dropped(self: Any, x: Tensor) -> Any:
     return self.m(F.dropout(self.l(x), 0.5)), torch.bernoulli(torch.full((4,), 0.5))
 
 
-CASES = {
-    "dropout": Case(partial(Two, dropped), one, legs=("view",)),
-}
+CASES = {"dropout": Case(partial(Two, dropped), one, legs=("view",))}
 
 
 @pytest.mark.parametrize(("case", "front_end"), legs(CASES))

@@ -24,6 +24,7 @@ GUIDES = ROOT / ".github" / "docs"
 PAGES = [README, *sorted(ROOT.glob(".github/**/*.md"))]
 TRAINERS = "## In the trainers you use"  # other libraries, with warnings of their own
 MOST_LINES = 200
+SLOW = ("overflow", "error", "trainers")
 
 
 def text_of(page: Path) -> str:
@@ -51,8 +52,8 @@ def run_examples(page: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "page",
     [
-        # What it calls is tested in tests/fxamp/trust/choice and ranges, on models that take less long.
-        pytest.param(page, id=page.stem, marks=pytest.mark.matrix if page.stem == "overflow" else ())
+        # What they call is tested in tests/fxamp/trust and integrations, on models that take less long.
+        pytest.param(page, id=page.stem, marks=pytest.mark.matrix if page.stem in SLOW else ())
         for page in (README, *sorted(GUIDES.glob("*.md")))
     ],
 )

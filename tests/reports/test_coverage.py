@@ -115,6 +115,7 @@ def _loss(module: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     return module(**inputs).loss
 
 
+@pytest.mark.matrix
 def test_where_o2_takes_more_casts_than_autocast_they_move_fewer_bytes() -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)

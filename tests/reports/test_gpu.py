@@ -6,14 +6,57 @@ import json
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from reports import gpu
 
 SOME = [("BERT-base",), pytest.param(("BERT-base", "ResNet-50"), marks=pytest.mark.matrix)]
+
+
+class Output(NamedTuple):
+    loss: Tensor | None
+    logits: Tensor
+
+
+class TwoBlocks(nn.Module):
+    """A transformer that is traced in a tenth of the time of one of `transformers`."""
+
+    config = SimpleNamespace(vocab_size=60)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(60, 32), nn.Linear(32, 60)
+        self.blocks = nn.ModuleList(
+            nn.ModuleList([nn.LayerNorm(32), nn.Linear(32, 96), nn.Linear(32, 64), nn.Linear(64, 32)]) for _ in range(2)
+        )
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Output:
+        x = self.words(input_ids)
+        blocks: Any = self.blocks
+        for norm, qkv, up, down in blocks:
+            q, k, v = qkv(norm(x)).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
+            x = x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+            x = x + down(F.gelu(up(x)))
+        logits = self.head(x)
+        return Output(None if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits)
+
+
+class StandIn(gpu.Subject):
+    """Has the place of a model of `transformers`; those themselves are in the matrix."""
+
+    def build(self, batch: int, small: bool, **others: Any) -> tuple[Any, gpu.Inputs]:
+        torch.manual_seed(0)
+        ids = torch.randint(1, 60, (batch, 8))
+        return TwoBlocks(), {"input_ids": ids, "labels": ids}
+
+
+STAND_IN = StandIn("", "", 8, (1, 2), {}, {}, {})
 
 
 @pytest.fixture(scope="module", params=SOME, ids=" ".join)
@@ -38,7 +81,8 @@ def report(models: list[str], sections: list[str], cases: list[str], tmp_path_fa
     """Return the folder in which the sections have written."""
     folder = tmp_path_factory.mktemp("gpu")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu, "SUBJECTS", {name: gpu.SUBJECTS[name] for name in models})
+        patch.setattr(gpu, "SUBJECTS", {name: gpu.SUBJECTS[name] if len(models) > 1 else STAND_IN for name in models})
+        patch.setattr(gpu, "LEARNER", gpu.LEARNER if len(models) > 1 else STAND_IN)
         patch.setattr(gpu, "SMALL_CASES", cases)
         gpu.main([*sections, "--small", "--here", "-o", str(folder)])
     return folder

@@ -52,13 +52,7 @@ def one() -> tuple[Tensor]:
     return (example(),)
 
 
-def convert(
-    model: nn.Module,
-    args: Any = None,
-    front_end: str = "view",
-    policy: str = "O1",
-    **options: Any,
-) -> Any:
+def convert(model: nn.Module, args: Any = None, front_end: str = "view", policy: str = "O1", **options: Any) -> Any:
     """Return a view of a model, captured at once if there are inputs; or the converted graph of its export."""
     if front_end == "graph":
         return fxamp.convert(exported(model, args), policy=policy)

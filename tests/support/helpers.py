@@ -142,6 +142,11 @@ def _same_object(a: Any, b: Any) -> bool:
     return a is b or bool(a == b)
 
 
+def matrix(*values: Any) -> list[Any]:
+    """Return values for `parametrize` that are in the matrix."""
+    return [pytest.param(value, marks=pytest.mark.matrix) for value in values]
+
+
 def in_turns(*arguments: Iterable[Any]) -> list[Any]:
     """Return every combination for `parametrize`, of which by default each one of the others has one of the last.
 

@@ -16,9 +16,11 @@ import torch.distributed.fsdp
 import torch.nn.parallel
 import transformers
 
+from tests.support.guards import untimed_guards
 from tests.support.small import BF16, FP16, X, converted
 
 torch.set_num_threads(1)
+untimed_guards()
 BERT = transformers.BertForMaskedLM  # what ranks train; transformers imports a model when it is asked for
 for policy in (FP16, BF16):
     converted(policy)

@@ -24,21 +24,21 @@ from passes.graph.notes import is_inserted
 from reports.subjects import compiled as convert_subject
 from reports.subjects import converted, subject, unchanged
 from reports.zoo import BY_NAME
+from tests.support.helpers import matrix
 from tests.support.records import SCHEMA, schema
 
 ROOT = Path(fxamp.__file__).parent.parent
-MODELS = ("lenet5", "hf_bert", "resnet18", *(pytest.param(n, marks=pytest.mark.matrix) for n in ("vit", "hf_gpt2")))
-
-
+NAMES = ("lenet5", "hf_bert", "resnet18", "vit", "hf_gpt2")
+MODELS = (*NAMES[:2], *matrix(*NAMES[2:]))
 LEVELS = ("O0", "O1,dtype=bf16", "O2,dtype=bf16")
-EVERY_DAY = [*zip(MODELS[:3], LEVELS, strict=True)]
+EVERY_DAY = [*zip(NAMES[:2], LEVELS[:2], strict=True)]
 
 
 @pytest.mark.parametrize(
     ("name", "policy"),
     [
         pytest.param(*pair, marks=() if pair in EVERY_DAY else pytest.mark.matrix)
-        for pair in itertools.product((*MODELS[:3], "vit", "hf_gpt2"), LEVELS)
+        for pair in itertools.product(NAMES, LEVELS)
     ],
 )
 def test_what_is_kept_for_backward_is_what_a_step_keeps(name: str, policy: str) -> None:

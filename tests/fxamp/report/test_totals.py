@@ -27,7 +27,7 @@ from tests.fxamp.report.page.test_page import Page
 
 MATRIX = pytest.mark.matrix
 POLICIES = ("O1,dtype=bf16", "O2,dtype=bf16")
-FEW = [*zip(("lenet5", "hf_bert", "resnet18"), (*POLICIES, POLICIES[0]), strict=True)]
+FEW = [*zip(("lenet5", "hf_bert"), POLICIES, strict=True)]
 MODELS = [
     pytest.param(zoo.name, policy, marks=() if (zoo.name, policy) in FEW else MATRIX)
     for zoo in ZOO for policy in POLICIES
@@ -93,8 +93,14 @@ def test_every_form_of_every_state_has_the_same_totals(name: str, policy: str) -
 @pytest.mark.parametrize("name", [*(name for name, _ in FEW), pytest.param("hf_gpt2", marks=MATRIX)])
 def test_the_totals_of_a_state_are_what_a_call_in_it_keeps(name: str) -> None:
     found, module = subject(name), converted(name, "O1,dtype=bf16")
-    for state, training in zip(fxamp.report(module).record.states, (True, False), strict=False):
+    for training in (True, False):  # whatever was captured before
         module.train(training)
+        with unchanged(found.model):
+            module(*found.args, **found.kwargs)
+    states = [state for state in fxamp.report(module).record.states if "no_grad" not in state.name]
+    assert states
+    for state in states:
+        module.train(not state.name.startswith("eval"))
         with unchanged(found.model):
             counted = saved_bytes(lambda: module(*found.args, **found.kwargs))
         assert state.totals.saved_bytes == pytest.approx(counted, rel=0.01)

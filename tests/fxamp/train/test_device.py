@@ -195,11 +195,7 @@ def test_max_skips_is_exact_though_it_is_seldom_read() -> None:
 
 @pytest.mark.parametrize(
     "make",
-    [
-        lambda p: AdamW(p, lr=0.01, amsgrad=True),
-        lambda p: SGD(p, lr=0.01, momentum=0.9),
-        lambda p: SGD(p, lr=0.01),
-    ],
+    [lambda p: AdamW(p, lr=0.01, amsgrad=True), lambda p: SGD(p, lr=0.01, momentum=0.9), lambda p: SGD(p, lr=0.01)],
 )
 def test_a_step_is_taken_back_to_the_bit(make: Callable[[Any], Optimizer]) -> None:
     torch.manual_seed(0)

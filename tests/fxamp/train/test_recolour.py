@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import fxamp
 from passes.contract.errors import PolicyError, ScaleCollapseError
+from tests.support.helpers import matrix
 
 FP16 = "O1,dtype=fp16"
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
@@ -56,7 +57,7 @@ def grow(model: Net) -> None:
         model.factor.fill_(5e4)
 
 
-@pytest.mark.parametrize("how", ["scaler", "step", "static", "accumulates", "compiled"])
+@pytest.mark.parametrize("how", ["scaler", "compiled", *matrix("step", "static", "accumulates")])
 def test_a_run_with_an_overflow_heals_itself(how: str, caplog: pytest.LogCaptureFixture) -> None:
     model = Net()
     more: Any = {

@@ -19,7 +19,6 @@ from passes.contract.errors import CaptureError, NotAModuleError, PolicyError
 from passes.graph.notes import is_inserted
 from reports.zoo import BY_NAME
 from tests.support.front_ends import exported
-from tests.support.helpers import in_turns
 
 O1, O2 = "O1,dtype=bf16", "O2,dtype=bf16"
 pytestmark = [
@@ -101,8 +100,10 @@ class Counted(TorchDispatchMode):
 
 # What is not changed runs as planned.
 
+MORE = [pytest.param(make, policy, marks=pytest.mark.matrix) for make in (bert, resnet) for policy in (O1, O2)]
 
-@pytest.mark.parametrize(("make", "policy"), in_turns([bert, resnet], [O1, O2]))
+
+@pytest.mark.parametrize(("make", "policy"), [(bert, O1), *MORE])
 def test_views_of_real_models_run_as_planned(make: Any, policy: str) -> None:
     model, batch = make()
     view = fxamp.convert(model, kwargs=batch, policy=policy)
@@ -132,7 +133,7 @@ def test_every_model_of_the_zoo_runs_as_planned(name: str, policy: str) -> None:
     assert found, said(found)
 
 
-@pytest.mark.parametrize(("make", "policy"), in_turns([bert, resnet], [O2, O1]))
+@pytest.mark.parametrize(("make", "policy"), [(resnet, O2), *MORE])
 def test_a_train_step_runs_as_planned_and_is_as_before(make: Any, policy: str) -> None:
     model, batch = make()
     view = fxamp.convert(model, kwargs=batch, policy=policy)
@@ -371,11 +372,6 @@ def test_generation_is_in_the_plan() -> None:
 
     found = fxamp.census(view, {"input_ids": ids}, loss=generated)
     assert found, said(found)
-
-
-def test_a_policy_that_matches_nothing_never_gets_to_a_census() -> None:
-    with pytest.raises(PolicyError, match="nearest name is 'first'"):
-        fxamp.convert(Net(), policy="O2,modules.firsd=fp32")
 
 
 # Afterwards everything is as before.

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import fxamp
 from fxamp.view.view import runner_of
 from tests.support.front_ends import FRESH
-from tests.support.helpers import TimesHundred, Two, assert_same, example, in_turns, saved
+from tests.support.helpers import TimesHundred, Two, assert_same, example, in_turns, matrix, saved
 
 pytestmark = FRESH
 BF16 = "O1,dtype=bf16"
@@ -269,11 +269,14 @@ CHANGES: dict[str, Callable[[nn.Module, nn.Module], Any]] = {
     "statistics anew": _statistics,
     "a written weight": lambda m, v: m.get_parameter("l.weight").data.mul_(2),
 }  # fmt: skip
-LIKE = {"all frozen", "double and back", "spectral norm", "weight norm of old"}  # each is like another of them
+LIKE = (  # each is like another of them
+    "all frozen", "double and back", "spectral norm", "weight norm of old", "weight norm added and removed",
+    "channels last", "a written weight",
+)  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:.*is_sparse:UserWarning")
-@pytest.mark.parametrize("change", [c if c not in LIKE else pytest.param(c, marks=pytest.mark.matrix) for c in CHANGES])
+@pytest.mark.parametrize("change", [*(c for c in CHANGES if c not in LIKE), *matrix(*LIKE)])
 def test_a_view_follows_what_is_done_to_it_or_its_model(change: str) -> None:
     model, view = made()
     CHANGES[change](model, view)

@@ -146,7 +146,13 @@ POLICIES = ["O2,dtype=bf16", "O1,dtype=bf16,modules.last=fp32"]
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly")
-@pytest.mark.parametrize(("way", "policy"), in_turns(WAYS, POLICIES))
+@pytest.mark.parametrize(
+    ("way", "policy"),
+    [
+        *in_turns([*WAYS][::2], POLICIES),
+        *(pytest.param(way, policy, marks=pytest.mark.matrix) for way in [*WAYS][1::2] for policy in POLICIES),
+    ],
+)
 def test_the_plan_runs(way: str, policy: str, caplog: pytest.LogCaptureFixture) -> None:
     model, x = Net(), example()
     with torch.autocast("cpu", torch.bfloat16):
@@ -204,11 +210,7 @@ def test_a_first_call_while_dynamo_is_disabled_is_named_and_the_next_is_captured
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
-    ("context", "cause"),
-    [
-        (lambda: torch.compiler.set_stance("force_eager"), "set_stance"),
-    ],
-    ids=["stance"],
+    ("context", "cause"), [(lambda: torch.compiler.set_stance("force_eager"), "set_stance")], ids=["stance"]
 )
 def test_a_call_that_did_not_run_the_plan_is_named(
     context: Any, cause: str, policy: str, caplog: pytest.LogCaptureFixture

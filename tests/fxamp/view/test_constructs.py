@@ -394,9 +394,16 @@ def test_a_view_keeps_it(construct: str) -> None:
         assert_is_eager(view, model, *args)
 
 
+EXPORTED = [name for name in CONSTRUCTS if name not in NOT_EXPORTED]
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
-    ("construct", "training"), in_turns([name for name in CONSTRUCTS if name not in NOT_EXPORTED], [True, False])
+    ("construct", "training"),
+    [
+        *in_turns(EXPORTED[::2], [True, False]),
+        *(pytest.param(name, on, marks=pytest.mark.matrix) for name in EXPORTED[1::2] for on in (True, False)),
+    ],
 )
 def test_the_pass_over_an_export_keeps_it(construct: str, training: bool) -> None:
     build, inputs = CONSTRUCTS[construct]

@@ -286,7 +286,13 @@ def _outputs(name: str, convert: Callable[[Model], Any]) -> list[Tensor]:
         return [*outputs, *(module(X).detach().clone() for _ in range(3))]
 
 
-@pytest.mark.parametrize(("name", "with_inputs"), in_turns(PROGRAMS, [False, True]))
+@pytest.mark.parametrize(
+    ("name", "with_inputs"),
+    [
+        *in_turns([*PROGRAMS][::2], [False, True]),
+        *(pytest.param(name, given, marks=pytest.mark.matrix) for name in [*PROGRAMS][1::2] for given in (False, True)),
+    ],
+)
 def test_a_view_follows_it(name: str, with_inputs: bool) -> None:
     expected = _outputs(name, lambda model: model)
     inputs = (X,) if with_inputs else None

@@ -115,7 +115,7 @@ TABLE: dict[str, tuple[list[str], list[str]]] = {
             relu: bf16[2, 4] = relu(low)
             on = set_grad(True)
             return relu
-            """,
+            """
         ],
         [
             """
@@ -125,7 +125,7 @@ TABLE: dict[str, tuple[list[str], list[str]]] = {
             relu: bf16[2, 4] = relu(low)
             on = set_grad(True)
             return relu
-            """,
+            """
         ],
     ),
     "cast statistics": (
@@ -137,7 +137,7 @@ TABLE: dict[str, tuple[list[str], list[str]]] = {
             low: bf16[4] = cast(mean, bf16)
             norm: bf16[2, 4] = batch_norm(x, None, None, low, var, False, 0.1, 1e-5, False)
             return norm
-            """,
+            """
         ],
         [
             """
@@ -147,7 +147,7 @@ TABLE: dict[str, tuple[list[str], list[str]]] = {
             low: bf16[2, 4] = cast(x, bf16)
             norm: bf16[2, 4] = batch_norm(low, None, None, mean, var, False, 0.1, 1e-5, False)
             return norm
-            """,
+            """
         ],
     ),
     "no float": (
@@ -170,7 +170,7 @@ TABLE: dict[str, tuple[list[str], list[str]]] = {
             low: bf16[2, 4] = to.dtype(x, bf16)
             wide: f32[2, 4] = cast(low, f32)
             return wide
-            """,
+            """
         ],
     ),
     "unread": (
@@ -180,7 +180,7 @@ TABLE: dict[str, tuple[list[str], list[str]]] = {
             low: bf16[2, 4] = cast(x, bf16)
             relu: f32[2, 4] = relu(x)
             return relu
-            """,
+            """
         ],
         [
             """
@@ -188,7 +188,7 @@ TABLE: dict[str, tuple[list[str], list[str]]] = {
             own: bf16[2, 4] = to.dtype(x, bf16)
             relu: f32[2, 4] = relu(x)
             return relu
-            """,
+            """
         ],
     ),
     "missing cast": (
@@ -199,7 +199,7 @@ TABLE: dict[str, tuple[list[str], list[str]]] = {
             low: bf16[4, 4] = cast(w, bf16)
             linear: bf16[2, 4] = linear(x, low)
             return linear
-            """,
+            """
         ],
         [
             """

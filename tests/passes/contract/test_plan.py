@@ -26,11 +26,7 @@ def decision(key: str, reason: str = "autocast_low", graph: int = 0) -> Decision
 @pytest.fixture
 def plan() -> Plan:
     return Plan(
-        decisions=(
-            decision("fc/linear#0"),
-            decision("relu#0", "literal: out of range"),
-            decision("add#0", "keep"),
-        ),
+        decisions=(decision("fc/linear#0"), decision("relu#0", "literal: out of range"), decision("add#0", "keep")),
         policy=Policy("O2", dtype="bf16", device="cpu", modules={"fc": "low"}),
         verified="fake",
         notes=("gru kept whole",),

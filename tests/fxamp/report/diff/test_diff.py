@@ -87,10 +87,6 @@ def test_names_are_text_in_every_form() -> None:
     assert r"\\x1b\[31m/&lt;b>\|\`x\\n::error::" in found.to_markdown()
 
 
-def test_other_number_of_casts_is_a_difference() -> None:
-    assert diff(plan(LINEAR), dataclasses.replace(plan(LINEAR), casts=1))
-
-
 def test_changes_come_in_graph_order() -> None:
     new = decision("new/gelu#0")
     found = diff(plan(LINEAR, RELU, SOFTMAX), plan(LINEAR, new, decision("head/softmax#0", "float32")))
@@ -168,18 +164,18 @@ class Adapter(nn.Module):
 def test_of_gpt2_with_a_layer_more_that_layer_and_its_neighbours_differ(inserted: Callable[[], nn.Module]) -> None:
     def planned(at: int | None) -> Plan:
         model = GPT()
-        model.blocks = nn.ModuleList(CausalBlock(32, 4, 0.1) for _ in range(12))
+        model.blocks = nn.ModuleList(CausalBlock(32, 4, 0.1) for _ in range(5))
         if at is not None:
             model.blocks.insert(at, inserted())
         return fxamp.plan(torch.fx.symbolic_trace(model), torch.randint(0, 50, (2, 8)), policy="O2,dtype=bf16")
 
-    found = diff(planned(None), planned(6))
+    found = diff(planned(None), planned(2))
     nodes = [c for c in found.changes if c.key != PLAN_KEY]
     (layer,) = {c.module.split(".")[1] for c in nodes if c.kind == "added"}
     near = {f"blocks.{int(layer) + step}" for step in (-1, 0, 1)}
     assert {".".join(c.module.split(".")[:2]) for c in nodes} <= near | {"norm"}
     assert not [c for c in nodes if c.kind == "removed"]
-    moved = [("blocks.6 to 11", "blocks.7 to 12")] if inserted is Adapter else []
+    moved = [("blocks.2 to 4", "blocks.3 to 5")] if inserted is Adapter else []
     assert [(c.before, c.after) for c in found.renamed] == moved
 
 
@@ -359,11 +355,6 @@ def test_other_dtype_of_a_node_is_listed() -> None:
     assert [(change.before, change.after) for change in diff(before, after).changes] == [("float32", "bfloat16")]
 
 
-def test_model_and_plan_cannot_be_compared() -> None:
-    with pytest.raises(FxampError, match="diff: before is a Linear, which cannot be compared here; give two plans"):
-        diff(nn.Linear(2, 2), plan(LINEAR))
-
-
 def test_of_a_view_alone_each_captured_graph_is_beside_the_emitted_one() -> None:
     class Net(nn.Sequential):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -391,6 +382,8 @@ def test_what_is_no_view_has_nothing_to_be_compared_with_alone() -> None:
         diff(plan(LINEAR))
 
 
-def test_plan_and_graph_without_one_cannot_be_compared() -> None:
+def test_a_plan_cannot_be_compared_with_a_model_or_a_graph_without_one() -> None:
+    with pytest.raises(FxampError, match="diff: before is a Linear, which cannot be compared here; give two plans"):
+        diff(nn.Linear(2, 2), plan(LINEAR))
     with pytest.raises(FxampError, match="diff: after is a Plan"):
         diff(traced(nn.ReLU()), plan(LINEAR))

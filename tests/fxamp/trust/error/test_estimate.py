@@ -15,6 +15,7 @@ from fxamp.trust.error.estimate import estimated
 from fxamp.trust.error.runs import Ran, Subject
 from fxamp.trust.given_step import given_step
 from reports.zoo import BY_NAME
+from tests.support.helpers import matrix
 
 CE = nn.functional.cross_entropy
 
@@ -24,9 +25,7 @@ def batches(name: str, count: int, first: int = 3) -> list[Any]:
     return [kwargs or args[0] for args, kwargs in made]
 
 
-@pytest.mark.parametrize(
-    "name", ["unet", *(pytest.param(n, marks=pytest.mark.matrix) for n in ("hf_bert", "hf_llama"))]
-)
+@pytest.mark.parametrize("name", ["unet", *matrix("hf_bert", "hf_llama")])
 def test_predictions_are_near_measurements_on_other_batches(name: str) -> None:
     zoo = BY_NAME[name]
     model = zoo.build().eval()
@@ -60,7 +59,7 @@ def test_what_nodes_add_to_the_error_of_gradients_is_the_whole(name: str) -> Non
 
 
 def test_nodes_add_to_the_error_of_gradients_what_they_alone_make_of_it() -> None:
-    """The first layer alone is low: an override keeps the others FP32, so only its roundings are left."""
+    """Where an override keeps one module FP32, what is gone of the variance is what its nodes added."""
     zoo = BY_NAME["gpt"]
     model = zoo.build().eval()
     policies = ("O1", "O1,modules.head=fp32")
@@ -75,12 +74,27 @@ def test_another_kind_of_gradients_is_refused() -> None:
         fxamp.estimate_error(nn.Linear(4, 2), torch.randn(3, 4), loss=torch.sum, gradients="lines")
 
 
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.query, self.key = nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.value, self.out = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        weights = torch.softmax(self.query(h) @ self.key(h).mT / 4, -1)
+        return x + self.out(weights @ self.value(h))
+
+
 def test_autocast_is_predicted_as_o1_and_dead_parameters_are_listed() -> None:
-    zoo = BY_NAME["hf_bert"]
-    found = fxamp.estimate_error(zoo.build().eval(), batches=batches("hf_bert", 1), loss=zoo.loss)
+    torch.manual_seed(0)
+    model = nn.Sequential(Attention(), Attention(), nn.Linear(16, 5))
+    found = fxamp.estimate_error(
+        model, torch.randn(8, 6, 16), torch.randint(5, (8,)), loss=lambda out, y: CE(out.mean(1), y)
+    )
     assert [e.policy for e in found.policies] == ["autocast", "O1", "O2", "O3"]
     assert found["autocast"].loss == found["O1"].loss
-    assert [name.rpartition("self.")[2] for name in found.dead] == ["key.bias", "key.bias"]
+    assert list(found.dead) == ["0.key.bias", "1.key.bias"]
     assert not set(found.dead) & set(found["O1"].parameters)
     assert "bias" in str(found)
     assert next(iter(found["O2"].by("module").values())) < 0.5
@@ -164,7 +178,7 @@ class Sized(nn.Module):
         return CE(self.net(x), x[:, 0].gt(0).long()) * self.factor
 
 
-@pytest.mark.parametrize("factor", [1e-7, 1.0, 1e3], ids=["below FP16's least number", "one", "too large to scale"])
+@pytest.mark.parametrize("factor", [1e-7, *matrix(1.0, 1e3)])  # below FP16's least number; too large to scale
 def test_gradients_in_fp16_are_predicted_with_a_scaled_loss_as_they_are_measured(factor: float) -> None:
     batches = [torch.randn(16, 32) for _ in range(4)]
     policies = ("O1,dtype=fp16", "O2,dtype=fp16")
@@ -206,12 +220,14 @@ class Euler(nn.Module):
         return h.square().mean()
 
 
-def test_small_updates_of_a_large_low_state_are_lost_all_alike() -> None:
+@pytest.mark.parametrize("verified", [False, *matrix(True)])  # which takes long
+def test_small_updates_of_a_large_low_state_are_lost_all_alike(verified: bool) -> None:
     model, given = Euler(200), {"batches": [torch.randn(8, 16) + 2 for _ in range(2)], "policies": ("autocast", "O2")}
     predicted = fxamp.estimate_error(model, gradients=False, **given)  # type: ignore[arg-type]
-    measured = fxamp.verify(model, **given)  # type: ignore[arg-type]
-    assert measured["O2"].loss > 50 * measured["autocast"].loss  # which keeps the state in FP32
-    assert predicted["O2"].loss == pytest.approx(measured["O2"].loss, rel=0.5)
+    if verified:
+        measured = fxamp.verify(model, **given)  # type: ignore[arg-type]
+        assert measured["O2"].loss > 50 * measured["autocast"].loss  # which keeps the state in FP32
+        assert predicted["O2"].loss == pytest.approx(measured["O2"].loss, rel=0.5)
     assert predicted["autocast"].loss < predicted["O2"].loss / 20
     assert len(predicted["O2"].swamped) == 200
     assert predicted["autocast"].swamped == {}
@@ -239,7 +255,7 @@ class Odd(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("how", ["checkpoint", "break", "cond"])
+@pytest.mark.parametrize("how", ["break", "cond", *matrix("checkpoint")])
 def test_bodies_and_graph_breaks_are_looked_into(how: str) -> None:
     model = Odd(how)
     batches = [(torch.randn(64, 8), torch.randint(4, (64,))) for _ in range(4)]

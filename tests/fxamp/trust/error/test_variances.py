@@ -15,6 +15,7 @@ from fxamp.trust.error.runs import POLICIES, Subject
 from fxamp.trust.error.variances import Unrounded, moved_by
 from fxamp.trust.given_step import GivenStep, given_step
 from reports.zoo import BY_NAME
+from tests.support.helpers import matrix
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 
@@ -40,7 +41,7 @@ def test_stochastic_rounding_is_right_on_average_and_keeps_what_fits(low: torch.
     assert beyond.isnan()[1]
 
 
-@pytest.mark.parametrize("name", ["hf_bert", "resnet18", pytest.param("hf_t5", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("name", ["resnet18", *matrix("hf_bert", "hf_t5")])
 def test_a_graph_without_its_casts_computes_what_the_model_computes(name: str) -> None:
     subject = Subject(given(name, 1))
     batch = subject.given.batches[0]

@@ -16,9 +16,7 @@ from tests.support.helpers import in_turns
 
 FP16 = "O1,dtype=fp16"
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")]
 
 
 class Net(nn.Module):

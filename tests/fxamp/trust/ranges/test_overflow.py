@@ -182,10 +182,17 @@ PLANTED: dict[str, tuple[Callable[[Tensor], Tensor], str, str, bool, bool]] = {
     "break": (after_a_break, "outside", "inf", False, False),
     "hook": (hooked, "the hook", "inf", True, False),
 }
+LIKE = ("square", "exp", "sum", "difference", "root in backward")  # each is like another of them
 
 
 @pytest.mark.parametrize("ahead", [True, pytest.param(False, marks=pytest.mark.matrix)])
-@pytest.mark.parametrize(("name", "policy"), in_turns(PLANTED, [O1, O2]))
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        *in_turns([name for name in PLANTED if name not in LIKE], [O1, O2]),
+        *(pytest.param(name, policy, marks=pytest.mark.matrix) for name in LIKE for policy in (O1, O2)),
+    ],
+)
 def test_what_is_planted_is_found_and_cured(name: str, ahead: bool, policy: str) -> None:
     planted, comment, kind, backward, curable = PLANTED[name]
     model = Net(planted)

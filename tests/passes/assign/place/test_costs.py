@@ -152,9 +152,7 @@ def test_a_weights_cast_has_its_price_too() -> None:
 
 
 @pytest.mark.parametrize(
-    "policy",
-    [Policy("O1", dtype=LOW, device="cpu", cost="measured"), Policy("O2", dtype=LOW, device="cpu")],
-    ids=named,
+    "policy", [Policy("O1", dtype=LOW, device="cpu", cost="measured"), Policy("O2", dtype=LOW, device="cpu")], ids=named
 )
 def test_a_matrix_product_is_low_at_o1_and_without_measured_costs(policy: Policy) -> None:
     assert compiled(Times(**SLOW, round_trips=80_000), policy).decisions[0].colour == "bfloat16"

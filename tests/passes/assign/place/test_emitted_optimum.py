@@ -119,10 +119,7 @@ def posed(gm: GraphModule, policy: Policy) -> Found | None:
         sides.append((_names(nodes), _names(painted(uses))))
         return nodes
 
-    with (
-        mock.patch.object(placing, "solve", noted),
-        mock.patch("passes.assign.place.problem._returned", kept),
-    ):
+    with mock.patch.object(placing, "solve", noted), mock.patch("passes.assign.place.problem._returned", kept):
         emit(gm, policy)
     return found[0] if found else None
 
