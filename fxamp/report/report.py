@@ -33,7 +33,7 @@ class Report:
         model: The name of the model's class.
 
     Example:
-        >>> print(str(fxamp.report(converted)).splitlines()[4])
+        >>> print(str(fxamp.report(converted)).splitlines()[3])
         policy                    O1,dtype=bf16,device=cpu
     """
 

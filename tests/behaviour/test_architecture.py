@@ -89,8 +89,9 @@ ARROWS = {
 }
 # What of the compiler anyone may use. The others are its passes, which only its entrance reaches.
 OPEN = {"passes", "passes._torch", "passes.contract", "passes.graph", "passes.ops", "passes.runtime"}
-# Packages whose `__init__` holds more than its docstring: what a user imports, and what saved modules name.
-WITH_NAMES = {"passes", "fxamp", "fxamp.report.page"}
+# Packages whose `__init__` holds more than its docstring: what a user imports, and what saved modules name; and the
+# command, which filters a warning of torch's before it imports torch.
+WITH_NAMES = {"passes", "fxamp", "fxamp.cli", "fxamp.report.page"}
 
 
 def table(rows: dict[str, str]) -> dict[str, set[str]]:
