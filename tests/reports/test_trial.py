@@ -132,7 +132,7 @@ def test_of_a_view_only_what_the_model_makes_low_by_a_named_dtype_may_come_out_f
 ) -> None:
     torch.manual_seed(0)
     x = torch.randn(4, 6)
-    # Beside an input that is low, and a result that autocast makes low, a cast may name its dtype, or read it off either.
+    # Beside a low input and a result that autocast makes low, a cast may name its dtype, or read it off either.
     subject = Subject(net(lambda self, x, low: (cast(self.l(x) + x), low.abs())), (x, x.bfloat16()))
     assert judged(subject, "view", ("O1",))["O1"].kind == "ok"
     monkeypatch.setattr(judge, "names_low", lambda found: False)

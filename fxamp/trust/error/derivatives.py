@@ -133,7 +133,8 @@ class Derivatives:
 
         def at(site: Site, value: Tensor) -> Tensor:
             if value.requires_grad and site.part not in ("cast", "clamp"):
-                keep(*keys_of(site), value, site.writes)
+                (key,) = keys_of(site)
+                keep(key, value, site.writes)
             return value
 
         def read(reader: str, source: str, value: Tensor) -> Tensor:

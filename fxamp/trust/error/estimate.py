@@ -115,7 +115,7 @@ class _Estimate:
         flips = {key: value / count for key, value in self._flips[name].items() if value > 1e-3}
         swamped = {m.site.key: m.swamped for m in moved if m.swamped > 0.5}
         derived = self._derivatives.get(self._plain.base(name))
-        nodes = _nodes(moved, derived and derived.gradients(m.site for m in moved))
+        nodes = _nodes(moved, None if derived is None else derived.gradients(m.site for m in moved))
         return self._tallies[name].errors(
             name, self.norms, loss=square**0.5, increase=square / 2, nodes=nodes, flips=flips, swamped=swamped
         )

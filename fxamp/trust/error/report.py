@@ -204,14 +204,12 @@ class ErrorReport:
         return "\n\n".join([*parts, *self.notes]) + "\n"
 
     def _nodes(self, errors: Errors, style: str) -> str:
+        asked = errors.nodes[0].gradient is not None
+        head = (f"{errors.policy}: of the loss", *("of gradients",) * asked, "node", "what", "line")
         rows = [
-            (f"{n.share:.0%}", None if n.gradient is None else f"{n.gradient:.0%}", n.key, n.what,
-             n.line.partition(": ")[0])
+            (f"{n.share:.0%}", *(f"{n.gradient or 0:.0%}",) * asked, n.key, n.what, n.line.partition(": ")[0])
             for n in errors.nodes[:_SHOWN]
-        ]  # fmt: skip
-        head = (f"{errors.policy}: of the loss", "of gradients", "node", "what", "line")
-        if errors.nodes[0].gradient is None:
-            rows, head = [(a, *rest) for a, _, *rest in rows], (head[0], *head[2:])
+        ]
         said = [tabulate(rows, head, style, disable_numparse=True)]
         if errors.flips:
             said.append(
