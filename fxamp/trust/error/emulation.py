@@ -166,11 +166,19 @@ class Emulation(Interpreter):
         super().__init__(graph)
         self._sites, self._at, self._edge, self._read, self._decides = sites, at, edge, read, decides
         self._everywhere = everywhere
+        self._learns: set[Node] = set()  # whose values have a gradient without what `at` and `read` make of them
 
     def run_node(self, n: Node) -> Any:
         """Run one node."""
+        if n.op == "output":
+            return map_arg(n.args[0], lambda o: self.env[o] if self._has_gradient(o) else _constant(self.env[o]))
         if not n.op.startswith("call"):
-            return pytree.tree_map(raised, super().run_node(n))
+            value = pytree.tree_map(raised, super().run_node(n))
+            if any(isinstance(v, Tensor) and v.requires_grad for v in pytree.tree_leaves(value)):
+                self._learns.add(n)
+            return value
+        if not self._learns.isdisjoint(n.all_input_nodes):
+            self._learns.add(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         args, kwargs = pytree.tree_map(raised, (args, kwargs))
         if self._decides is not None and _chooses(n) and is_fp32(args[0]):
@@ -183,6 +191,9 @@ class Emulation(Interpreter):
             return value
         site = self._sites.of(n)
         return pytree.tree_map(lambda v: self._seen(site, v, args), value)
+
+    def _has_gradient(self, node: Node) -> bool:
+        return node in self._learns or self._sites.is_written(node)
 
     def fetch_args_kwargs_from_env(self, n: Node) -> Any:
         """Return the operands of a node."""
@@ -250,6 +261,10 @@ class Emulation(Interpreter):
 
     def _value(self, argument: Any) -> Any:
         return raised(self.env[argument] if isinstance(argument, Node) else argument)
+
+
+def _constant(value: Any) -> Any:
+    return pytree.tree_map(lambda v: v.detach() if isinstance(v, Tensor) and v.requires_grad else v, value)
 
 
 class Watched(Interpreter):

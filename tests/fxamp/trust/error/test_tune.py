@@ -136,3 +136,23 @@ def test_scores_that_a_mask_makes_infinite_are_charged_nothing(seed: int) -> Non
     found = [*charged.values.values(), *charged.casts.values()]
     assert found
     assert all(v < 1e6 for v in found)
+
+
+class AsksForGradients(nn.Module):
+    """Asks for the gradient of what it makes of its input, as models do that checkpoint their first layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x[:, None]
+        h.requires_grad = True
+        out: torch.Tensor = self.b(torch.relu(self.a(h))).squeeze(1)
+        return out
+
+
+def test_a_value_that_has_no_gradient_leaves_a_graph_without_one() -> None:
+    charged = Charges(Subject(given_step(AsksForGradients(), X, Y, loss=CE)), "O2", "O1")
+    assert charged.predicted("O1") == pytest.approx(1)
+    assert charged.values["a/linear#0"] > 0
