@@ -53,7 +53,7 @@ def tune(
             output's `.loss`, or a 0-dim output.
         batches: Inputs, or pairs (inputs, target), in the place of `inputs`. The more, the less the plan fits one.
         tolerance: The largest error, such as 0.02; "autocast" is that of `torch.autocast`, measured beside. A plan has
-            to be within it as measured, and as predicted with a margin of 1.5 %, since few batches are a draw of few;
+            to be within it as measured, and as predicted with a margin of 1.5 %: on a few batches an error is one draw.
             O1, which has autocast's values, is within "autocast".
         policy: Its dtype, device and overrides hold; None is "O2".
 
@@ -113,7 +113,7 @@ class _Search:
         ]  # fmt: skip
         o1 = errors[str(self._o1)]
         if tolerance == AUTOCAST and o1.per_parameter <= autocast * _MARGIN and o1 not in within:
-            within.insert(0, o1)  # it has autocast's values, but for deviations, and is taken where none casts less
+            within.insert(0, o1)  # autocast's values, but for deviations: taken where none casts less
         if not within:
             raise PolicyError(_nothing_keeps(limit, errors.values()))
         best = min(within, key=lambda e: (e.cast_bytes or 0, e.casts or 0))
