@@ -7,10 +7,11 @@
 
 Four `transformers` models, four layers deep where they are transformers, with random weights, and BERT in smaller
 sizes, in one of which gradients are clipped. The loss is computed inside the model, and inside the autocast region.
-"per_step" is a model whose weights are cast once in a window of micro-batches, as TrainStep does. In these sizes whole
-windows with AdamW are timed too: fxamp by a TrainStep, the others by a hand-written loop. On CUDA, FP16 is added, and
-the same variants under `torch.compile`. After every model `casts.md` and `casts.json` are written beside this file;
-what they have of other models stays.
+Outputs have the dtypes that autocast gives them (`output_dtype=autocast`); "restored" is the default, where they have
+those of the model: logits go back to FP32. "per_step" is a model whose weights are cast once in a window of
+micro-batches, as TrainStep does. In the smaller sizes whole windows with AdamW are timed too: fxamp by a TrainStep, the
+others by a hand-written loop. On CUDA, FP16 is added, and the same variants under `torch.compile`. After every model
+`casts.md` and `casts.json` are written beside this file; what they have of other models stays.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from reports.timing import Timing, interleaved  # noqa: E402
 Inputs = dict[str, Tensor]
 FP32, AUTOCAST, ALL_LOW = "FP32", "torch.autocast", "all low"
 LEVELS = ("O1", "O2")
-COMPILED, PER_STEP = ", compiled", " per_step"
+COMPILED, PER_STEP, RESTORED = ", compiled", " per_step", " restored"
 WINDOW = 4  # micro-batches that a weight is cast once for, where it is
 ROUNDS, WARMUP = 9, 1
 TOKENS, BATCH = 256, 4
@@ -78,7 +79,9 @@ def _resnet() -> tuple[nn.Module, Inputs]:
 def _gpt2() -> tuple[nn.Module, Inputs]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(GPT2Config(n_layer=4, n_embd=512, n_head=8, vocab_size=8000, use_cache=False)), _text()
+    model = GPT2LMHeadModel(GPT2Config(n_layer=4, n_embd=512, n_head=8, vocab_size=8000, use_cache=False))
+    model.loss_type = "ForCausalLM"  # without it transformers warns before each loss, which breaks the graph there
+    return model, _text()
 
 
 # BERT by width, layers, batch and length.
@@ -117,12 +120,12 @@ class Variant:
     """One way to run a model: `loss` computes it once; `module` is whose gradients are to be cleared.
 
     What `torch.compile` compiled can be timed and not counted. `weights` are those cast once a window, if any are.
-    `step` trains on a window.
+    `step` trains on a window; None if the variant is only counted.
     """
 
     module: nn.Module
     loss: Callable[[], Tensor]
-    step: Callable[[], object]
+    step: Callable[[], object] | None
     counted: bool = True
     weights: WeightCasts | None = None
 
@@ -162,10 +165,11 @@ def measure(name: str, device: str, low: torch.dtype, rounds: int) -> list[Row]:
         progress = tqdm(range(rounds + WARMUP), desc=f"{name}, {_word(low)}, {what}", unit="round")
         return interleaved(runs, progress, warmup=WARMUP)
 
-    windows = timed("windows", {kind: v.window for kind, v in variants.items()}) if rounds else {}
-    steps = timed("with AdamW", {kind: v.step for kind, v in variants.items()}) if rounds and name in SIZES else {}
+    steps = {kind: v.step for kind, v in variants.items() if v.step is not None}
+    of_windows = timed("windows", {kind: variants[kind].window for kind in steps}) if rounds else {}
+    of_steps = timed("with AdamW", steps) if rounds and name in SIZES else {}
     return [
-        Row(name, _word(low), kind, counts[kind], *_ratios(windows, kind), *_ratios(steps, kind))
+        Row(name, _word(low), kind, counts[kind], *_ratios(of_windows, kind), *_ratios(of_steps, kind))
         for kind in variants
         if rounds or counts[kind] is not None
     ]
@@ -175,7 +179,8 @@ def _variants(
     model: nn.Module, inputs: Inputs, device: str, low: torch.dtype, clip: float | None
 ) -> Iterator[tuple[str, Variant]]:
     modules: dict[str, tuple[nn.Module, Inputs]] = {FP32: (model, inputs), AUTOCAST: (model, inputs)}
-    policies = {f"fxamp {level}": fxamp.Policy(level, dtype=low, device=device) for level in LEVELS}
+    levels = {f"fxamp {level}": functools.partial(fxamp.Policy, level, dtype=low, device=device) for level in LEVELS}
+    policies = {kind: policy(output_dtype="autocast") for kind, policy in levels.items()}
     modules |= {kind: (fxamp.convert(model, (), inputs, policy=policy), inputs) for kind, policy in policies.items()}
     halved = {k: v.to(low) if v.is_floating_point() else v for k, v in inputs.items()}
     modules[ALL_LOW] = copy.deepcopy(model).to(low), halved
@@ -185,6 +190,8 @@ def _variants(
             yield kind, Variant(module, loss, _train_step(module, given, "per_use", clip))
             kept = WeightCasts(module, "per_step", WINDOW)
             yield kind + PER_STEP, Variant(module, loss, _train_step(module, given, "per_step", clip), weights=kept)
+            restored = fxamp.convert(model, (), inputs, policy=levels[kind]())
+            yield kind + RESTORED, Variant(restored, _loss(restored, inputs, device, low, autocast=False), None)
         else:
             yield kind, Variant(module, loss, _by_hand(module, loss, clip))
     if device == "cuda":
@@ -242,7 +249,7 @@ def _count(variant: Variant) -> StepCounts:
 
 
 def _ratios(timings: dict[str, Timing], kind: str) -> tuple[float | None, float | None]:
-    if not timings:
+    if kind not in timings:
         return None, None
     return timings[kind].over(timings[AUTOCAST])
 
@@ -283,14 +290,16 @@ def to_markdown(rows: Sequence[Row], machine: str) -> str:
         "One forward and backward, no optimizer. Casts counts the dtype conversions that were executed; MB cast is\n"
         "what they read and write. MB saved for backward counts distinct storages that autograd keeps, without\n"
         "parameters. Ops counts all ops that were dispatched. With `per_step` weights are cast once per window, and\n"
-        f"figures are the mean over its {WINDOW} micro-batches, rounded down.{times if columns == 9 else ''}\n"
+        f"figures are the mean over its {WINDOW} micro-batches, rounded down. With `restored`, which is the default,\n"
+        f"outputs that autocast alone makes low go back to the model's own dtype.{times if columns == 9 else ''}\n"
         + "".join("\n" + part for part in parts)
     )
 
 
 def by_size(rows: Sequence[Row], quantity: Callable[[Row], str]) -> str:
     """Return a table of the sizes of BERT down and the variants across, "" where there is nothing in it."""
-    found = {(r.model, r.variant): quantity(r) for r in rows if r.model in SIZES and r.dtype == "BF16"}
+    shown = [r for r in rows if r.model in SIZES and r.dtype == "BF16" and not r.variant.endswith(RESTORED)]
+    found = {(r.model, r.variant): quantity(r) for r in shown}
     models = dict.fromkeys(model for model, _ in found)
     variants = dict.fromkeys(variant for _, variant in found)
     if not any(found.values()):
