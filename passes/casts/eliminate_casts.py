@@ -28,10 +28,10 @@ from ..form import Assignment, Ensures, Unit
 from ..graph.aliases import Aliases, may_alias
 from ..graph.grad import grad_modes, requires_grad, shares_cast, shares_storage
 from ..graph.notes import CLAMP_OPERAND, is_inserted, note, note_of
-from ..graph.values import LOW_DTYPES
+from ..graph.values import LOW_DTYPES, literal_dtype
 from ..ops import ops
 from ..ops.rules import LOW, row_of
-from ..runtime.casts import CAST, again, cast_weight
+from ..runtime.casts import again, cast_weight
 
 
 def _widens(before: object, after: object) -> bool:
@@ -107,9 +107,9 @@ def _share(graph: Graph, assignment: Assignment, mode: str) -> int:
         keep = first.setdefault((*clamp.args, modes[clamp], aliases.epoch(value, clamp)), clamp)
         if keep is not clamp:
             _replace(graph, clamp, keep)  # so that the casts of it are shared
-    for cast in [n for n in graph.nodes if is_inserted(n) or n.target is CAST]:
+    for cast in filter(_is_plain, graph.nodes):
         value = cast.args[0]
-        if not is_inserted(cast) and (aliases.is_mutated(cast) or assignment.dtypes[value] == cast.args[1]):
+        if not is_inserted(cast) and (aliases.is_mutated(cast) or assignment.dtypes[value] == literal_dtype(cast)):
             continue  # its result is written later, or the cast does nothing
         by_rule = all(u in assignment.colours and assignment.colours[u].kind == LOW for u in cast.users)
         if not shares_cast(mode, value, is_inserted(cast) and by_rule, grad):
@@ -127,7 +127,15 @@ def _what_is_cast(cast: Node) -> tuple[Any, ...]:
     """Return a key that is equal for two casts that do the same: the value, and the dtype."""
     value: Any = cast.args[0]
     attribute = value.op == "get_attr" or note_of(value).role == "parameter"  # a front end may read one twice
-    return value.target if attribute else value, cast.args[1]
+    return value.target if attribute else value, literal_dtype(cast)
+
+
+def _is_plain(node: Node) -> bool:
+    """Say whether a node is a cast, inserted or the author's, that does nothing but give a value a dtype."""
+    if is_inserted(node):
+        return True
+    others = (*node.args[1:], *node.kwargs.values())
+    return row_of(node).is_cast and literal_dtype(node) is not None and all(isinstance(a, torch.dtype) for a in others)
 
 
 def _promote(graph: Graph, assignment: Assignment) -> int:
@@ -143,14 +151,15 @@ def _promote(graph: Graph, assignment: Assignment) -> int:
 
 def _share_storage(graph: Graph, assignment: Assignment, mode: str, device: str) -> int:
     """Read the storage of an earlier cast where a cast stood: autograd sums gradients in the order of their nodes."""
-    casts = [n for n in graph.nodes if n.target is CAST and shares_storage(mode, n.args[0], device)]
+    plain = [n for n in graph.nodes if _is_plain(n) and n.target is not cast_weight]
+    casts = [n for n in plain if shares_storage(mode, n.args[0], device)]
     if len(casts) == len({c.args[0] for c in casts}):
         return 0
     edits, aliases, modes, grad = 0, Aliases(graph), grad_modes(graph), requires_grad(graph)
     first: dict[Any, Node] = {}
     for cast in casts:
         value: Any = cast.args[0]
-        if value not in grad or aliases.is_mutated(cast) or assignment.dtypes[value] == cast.args[1]:
+        if value not in grad or aliases.is_mutated(cast) or assignment.dtypes[value] == literal_dtype(cast):
             continue
         key = (*_what_is_cast(cast), modes[cast], aliases.epoch(value, cast))
         if first.setdefault(key, cast) is not cast and is_inserted(cast):

@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
 import fxamp
+from fxamp.measure.counts import step_counts
 from fxamp.trust.given_step import floats
 from passes.runtime.casts import CAST, again
 from reports.architectures import BY_NAME
@@ -99,6 +100,36 @@ def test_copies_of_a_large_value_share_a_storage_where_it_is_read(rows: int, sto
     assert all(map(torch.equal, passed(module, model, x), expected))
     targets = [n.target for g in fxamp.graphs(module) for n in g.graph.nodes]
     assert targets.count(again) == storages
+
+
+def with_loss(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    logits = self.l(x)
+    return F.cross_entropy(logits.float(), x.softmax(-1)), logits
+
+
+@pytest.mark.parametrize(("share", "nodes"), [("", [again]), (",share_casts=always", [])])
+def test_an_output_that_is_restored_is_the_cast_that_its_author_made(share: str, nodes: list[Any]) -> None:
+    """A language model returns its logits beside a loss of `logits.float()`, which in FP32 is the same tensor."""
+    model, x = Two(with_loss), torch.randn(60_000, 6)
+    views = [fxamp.convert(model, (x,), policy=f"O1,dtype=bf16{s}") for s in (share, ",share_casts=weights")]
+
+    def trained(view: Any, write: bool) -> list[Tensor]:
+        model.zero_grad()
+        loss, logits = view(x)
+        if write:  # as in FP32, backward of the loss does not read them
+            logits.mul_(2)
+        (loss + logits.square().mean() * write).backward()
+        return [loss.detach(), logits.detach(), *(p.grad for p in model.l.parameters() if p.grad is not None)]
+
+    for write in (False, True):
+        found, expected = (trained(view, write) for view in views)
+        assert len(found) == 4
+        sums_in_fp32 = share and write  # of both gradients of the logits, which "weights" casts before it adds them
+        assert sums_in_fp32 or all(map(torch.equal, found, expected))
+    targets = [n.target for g in fxamp.graphs(views[0]) for n in g.graph.nodes]
+    assert [t for t in targets if t is again or t == "float"] == ["float", *nodes]
+    copies = [step_counts(lambda view=view: view(x)[0]).cast_bytes for view in views]
+    assert copies[1] - copies[0] == x.numel() * (2 + 4)
 
 
 def test_a_compiler_gets_plain_casts_of_them() -> None:
