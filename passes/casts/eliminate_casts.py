@@ -184,8 +184,9 @@ def _dtype_argument(graph: Graph, assignment: Assignment) -> int:
 def _absorbed(graph: Graph, assignment: Assignment, takes: Callable[[Node], object]) -> list[tuple[Node, Node]]:
     """Return (cast, reader) for each widening cast whose reader could read the operand of the cast instead.
 
-    The reader saves its operand for backward, so nothing may ever write to that. Where gradients flow it has to be the
-    only reader: the sum of several readers' gradients would be rounded in another place.
+    The reader saves its operand for backward, so nothing may ever write to that; nor to what a promoting kernel
+    returns. Where gradients flow it has to be the only reader: the sum of several readers' gradients would be rounded
+    in another place.
     """
     dtypes, modes = assignment.dtypes, grad_modes(graph)
     pairs = [
@@ -198,11 +199,12 @@ def _absorbed(graph: Graph, assignment: Assignment, takes: Callable[[Node], obje
     if not pairs:
         return pairs
     aliases, grad = Aliases(graph), requires_grad(graph)
-    absorbed = [
-        (c, r)
-        for c, r in pairs
-        if (len(c.users) == 1 or c not in grad) and not aliases.is_mutated(r) and not aliases.is_mutated(c.args[0])  # type: ignore[arg-type]
-    ]
+
+    def written(cast: Node, reader: Node) -> bool:
+        value: Any = cast.args[0]
+        return aliases.is_mutated(value) or (row_of(reader).promotes_inside and aliases.is_mutated(reader))
+
+    absorbed = [(c, r) for c, r in pairs if (len(c.users) == 1 or c not in grad) and not written(c, r)]
     # Of two operands of a reader one stays FP32: rather the one whose cast stays anyway, for readers that need it.
     reads = Counter(c for c, _ in absorbed)
     return sorted(absorbed, key=lambda pair: reads[pair[0]] < len(pair[0].users))

@@ -462,6 +462,24 @@ def test_a_reduction_takes_the_dtype_instead_of_a_cast(call: str, narrow: str, l
     assert_same_with_gradients(original, gm)
 
 
+def test_noise_takes_the_dtype_instead_of_a_cast_and_is_the_same_noise() -> None:
+    gm = parse("""
+        x: bf16[2, 3]
+        wide: f32[2, 3] = cast(x, f32)
+        noise: f32[2, 3] = rand_like(wide)
+        again: f32[2, 3] = uniform_(noise)
+        return again
+    """)
+    original = copy.deepcopy(gm)
+    assert eliminate(gm) == fired(dtype_argument=1)
+    outputs = []
+    for graph in (original, gm):
+        torch.manual_seed(0)
+        outputs.extend(graph(torch.randn(2, 3).bfloat16()))
+    assert outputs[0].dtype == outputs[1].dtype == torch.float32
+    assert torch.equal(*outputs)
+
+
 @pytest.mark.parametrize(
     ("call", "type_"),
     [
