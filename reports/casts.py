@@ -354,7 +354,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rounds = 0 if options.no_times else options.rounds
     file = options.output / "casts.json"
     rows = [_row(**row) for row in json.loads(file.read_text())["rows"]] if file.exists() else []
-    timed = {row.model for row in rows} - {row.model for row in rows if row.time is None}
+    untimed = {row.model for row in rows if row.time is None and not row.variant.endswith(RESTORED)}
+    timed = {row.model for row in rows} - untimed
     wanted = [name for name in options.model or MODELS if not (options.missing and name in timed)]
     machine = _machine(device)
     with warnings.catch_warnings():
