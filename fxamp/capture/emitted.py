@@ -12,6 +12,7 @@ import linecache
 import logging
 import re
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -132,6 +133,7 @@ def at_call(
     """
     device, first = converted.plan.policy.device or "cpu", converted.places[0] if converted.places else -1
     seen = WeakIdKeyDictionary({example_inputs[first]: None} if converted.places else {})
+    last = weakref.ref(example_inputs[first]) if converted.places else None  # whether it is seen takes microseconds
     watch = UnderflowWatch(converted.plan)
     told = _told(example_inputs)
     paths = dict(zip(converted.places, (path for _, path in converted.parameters), strict=False))
@@ -139,12 +141,15 @@ def at_call(
 
     @functools.wraps(run, updated=())
     def call(*args: Any) -> Any:
+        nonlocal last
         if torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):
                 return call(*args)
-        if first >= 0 and args[first] not in seen:
-            reused(converted, args)
-            seen[args[first]] = None
+        if last is not None and args[first] is not last():
+            if args[first] not in seen:
+                reused(converted, args)
+                seen[args[first]] = None
+            last = weakref.ref(args[first])
         if low and torch.is_grad_enabled():  # Dynamo does not guard the mode of a model that does not read it
             refuse_low_parameters([(path, args[i]) for i, path in low.items()], is_training(), is_gathered)
         if told:

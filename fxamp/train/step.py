@@ -394,7 +394,7 @@ class TrainStep(TrainState):
             self.close_window()
             raise
 
-    def _exchanging(self, window: Window) -> contextlib.ExitStack:
+    def _exchanging(self, window: Window) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which replicas exchange gradients, if the micro-batch is the last of its window."""
         return self.ranks.exchanging(window.position + 1 == self.accumulate_steps and window.kept is None)
 

@@ -66,8 +66,12 @@ def gradients(optimizers: Iterable[Optimizer]) -> list[Tensor]:
 
 def first_with_gradient(optimizers: Iterable[Optimizer]) -> Tensor | None:
     """Return the first parameter of some optimizers that has a gradient."""
-    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    return next((p for group in groups for p in group["params"] if p.grad is not None), None)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    return p  # type: ignore[no-any-return]
+    return None
 
 
 def holds_inf_or_nan(tensors: list[Tensor]) -> Tensor:

@@ -305,7 +305,8 @@ class _Steps(Interpreter):
 
 def watching() -> Watch | None:
     """Return the watch that is on, None where there is none."""
-    return next((mode for mode in reversed(dispatch_modes()) if isinstance(mode, Watch)), None)
+    modes = dispatch_modes()
+    return next((mode for mode in reversed(modes) if isinstance(mode, Watch)), None) if modes else None
 
 
 @contextlib.contextmanager

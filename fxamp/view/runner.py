@@ -245,9 +245,7 @@ class Runner:
         if transformed and not only_vmap():
             outputs = self._under_autocast(call, method)
         else:
-            with contextlib.ExitStack() as stack:
-                for context in self._around(function, call):
-                    stack.enter_context(context)
+            with _all_of(self._around(function, call)):
                 function, outputs = self._traced(function, call)
             function.called = True
         if len(self.entries) > before:
@@ -272,23 +270,25 @@ class Runner:
             function.clear()
         return function
 
-    def _around(self, function: Function, call: Call) -> Iterator[Any]:
-        """Yield the contexts of a call, which take off what would keep Dynamo away, or make it capture again."""
+    def _around(self, function: Function, call: Call) -> list[Any]:
+        """Return the contexts of a call, which take off what would keep Dynamo away, or make it capture again."""
+        around: list[Any] = []
         if not function.called:
-            yield self._capturing  # one thread makes the first call: others would capture the same graphs again
+            around.append(self._capturing)  # one thread makes the first call: others would capture the same again
         modes = dispatch_modes()
         if modes and (watch := watching()) is not None:
-            yield watch.of_view(self)
+            around.append(watch.of_view(self))
         call.modes = [mode for mode in modes if not ignores_compilers(mode)]
         if call.modes:
-            yield from (without_modes(), without_module_trackers(), *filter(ignores_compilers, modes))
+            around += [without_modes(), without_module_trackers(), *filter(ignores_compilers, modes)]
         if torch.is_autocast_enabled(self.device):
-            yield torch.autocast(self.device, enabled=False)
+            around.append(torch.autocast(self.device, enabled=False))
         change = self._settings
         if self.backend == "eager" and is_replica_running():
             change = {**change, "optimize_ddp": False}  # gradients of single ops leave early without a split
         if change:
-            yield dynamo_settings(change)
+            around.append(dynamo_settings(change))
+        return around
 
     def _traced(self, function: Function, call: Call) -> tuple[Function, Any]:
         """Call a compiled function; if Dynamo cannot trace the model, trace it with fixed sizes, or without autocast.
@@ -425,6 +425,7 @@ class Runner:
 
 
 RUN = Runner._called.__code__  # the frame in which the model is called
+_NO_CONTEXT = contextlib.nullcontext()
 _UNKNOWN = "Dynamo left it to Python"
 _NOTHING = "no op was captured"
 _DISABLED = "torch._dynamo.config.disable"
@@ -444,12 +445,26 @@ def _refuse_tracing() -> None:
     )
 
 
+@contextlib.contextmanager
+def _each_of(contexts: Sequence[Any]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
+def _all_of(contexts: Sequence[Any]) -> Any:
+    """Return contexts as one; of most calls there is none, and an exit stack takes microseconds."""
+    return _each_of(contexts) if contexts else _NO_CONTEXT
+
+
 def _mark_batch(call: Call) -> list[Tensor]:
     """Let dimension 0 of every tensor argument be dynamic that shares its size with the first one.
 
     The tensors that were marked are returned; after the call they are as before.
     """
-    size, marked = -1, list[Tensor]()
+    size = -1
+    marked: list[Tensor] = []
     for value in (*call.args, *call.kwargs.values()):
         if type(value) is Tensor and value.dim():
             size = value.shape[0] if size < 0 else size

@@ -69,10 +69,12 @@ class Ranks:
         """Over how many ranks backward averages gradients."""
         return math.prod(dist.get_world_size(group) for group in self.groups)
 
-    def exchanging(self, now: bool) -> contextlib.ExitStack:
+    def exchanging(self, now: bool) -> contextlib.AbstractContextManager[Any]:
         """Return a context whose forward and backward exchange gradients, or leave that to a later one."""
+        if now or not self.replicas:
+            return contextlib.nullcontext()
         stack = contextlib.ExitStack()
-        for replica in () if now else self.replicas:
+        for replica in self.replicas:
             stack.enter_context(replica.no_sync())
         return stack
 
