@@ -109,8 +109,8 @@ def _share(graph: Graph, assignment: Assignment, mode: str) -> int:
             _replace(graph, clamp, keep)  # so that the casts of it are shared
     for cast in filter(_is_plain, graph.nodes):
         value = cast.args[0]
-        if not is_inserted(cast) and (aliases.is_mutated(cast) or assignment.dtypes[value] == literal_dtype(cast)):
-            continue  # its result is written later, or the cast does nothing
+        if not is_inserted(cast) and not _is_lent(cast, assignment, aliases):
+            continue
         by_rule = all(u in assignment.colours and assignment.colours[u].kind == LOW for u in cast.users)
         if not shares_cast(mode, value, is_inserted(cast) and by_rule, grad):
             continue
@@ -138,6 +138,26 @@ def _is_plain(node: Node) -> bool:
     return row_of(node).is_cast and literal_dtype(node) is not None and all(isinstance(a, torch.dtype) for a in others)
 
 
+def _is_lent(cast: Node, assignment: Assignment, aliases: Aliases) -> bool:
+    """Say whether the result of a cast may be that of a later one too.
+
+    An author's cast that does nothing makes no copy; and its result may be written, in the graph or, where it leaves,
+    by who called the model. If the cast did nothing in the model itself, all of these are one tensor there too.
+    """
+    value: Any = cast.args[0]
+    dtype = literal_dtype(cast)
+    if aliases.is_mutated(cast) or assignment.dtypes[value] == dtype:
+        return False
+    if is_inserted(cast) or assignment.original[value] == dtype:
+        return True
+    views = [cast]
+    for view in views:
+        if any(user.op == "output" for user in view.users):
+            return False
+        views += filter(may_alias, view.users)
+    return True
+
+
 def _promote(graph: Graph, assignment: Assignment) -> int:
     """Let the kernel promote; a 0-dim y does not promote x, so that the cast stays."""
     edits = 0
@@ -159,7 +179,7 @@ def _share_storage(graph: Graph, assignment: Assignment, mode: str, device: str)
     first: dict[Any, Node] = {}
     for cast in casts:
         value: Any = cast.args[0]
-        if value not in grad or aliases.is_mutated(cast) or assignment.dtypes[value] == literal_dtype(cast):
+        if value not in grad or not _is_lent(cast, assignment, aliases):
             continue
         key = (*_what_is_cast(cast), modes[cast], aliases.epoch(value, cast))
         if first.setdefault(key, cast) is not cast and is_inserted(cast):

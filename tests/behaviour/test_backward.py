@@ -132,6 +132,23 @@ def test_an_output_that_is_restored_is_the_cast_that_its_author_made(share: str,
     assert copies[1] - copies[0] == x.numel() * (2 + 4)
 
 
+@pytest.mark.parametrize("share", ["", ",share_casts=always"])
+def test_a_copy_that_its_author_returns_may_be_written_before_backward(share: str) -> None:
+    def copied(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        low = self.l(x).bfloat16()
+        return low.float().view(-1), F.mse_loss(low, torch.zeros_like(low))
+
+    model, x, gradients = Two(copied), torch.randn(60_000, 6), []
+    for called in (fxamp.convert(model, (x,), policy=f"O1,dtype=bf16{share}"), UnderAutocast(model, BF16)):
+        model.zero_grad()
+        copy, loss = called(x)
+        with torch.no_grad():
+            copy.zero_()
+        loss.backward()
+        gradients.append(model.l.weight.grad.clone())
+    assert torch.equal(*gradients)
+
+
 def test_a_compiler_gets_plain_casts_of_them() -> None:
     found: list[Any] = []
 
