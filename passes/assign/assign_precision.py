@@ -149,8 +149,7 @@ def _named(simulation: Simulation, colours: Colours) -> Colours:
     readers: each casts its own.
     """
     named, policy = dict(colours), simulation.policy
-    sums = policy.level.is_autocasts and policy.share_casts is None
-    grad = requires_grad(simulation.graph) if sums else frozenset()
+    grad = requires_grad(simulation.graph) if policy.keeps_sums else frozenset()
     for node, colouring in colours.items():
         row, why = row_of(node), colouring.reason
         if note_of(node).fused and not row.commutes:

@@ -25,7 +25,7 @@ class Device:
         capability: Names the kind of this machine's device; measured facts hold for one kind.
         synchronize: Waits for what was launched.
         shares_storage_from: From how many elements on casts of a value share a storage where each needs a node of
-            autograd; None for never.
+            autograd and nothing else is asked for; None for never.
     """
 
     name: str

@@ -37,7 +37,7 @@ CHOICES = {
     "output_dtype": ("original", "autocast", "low"),
     "cost": ("bytes", "measured"),
     "unknown_ops": ("autocast", "keep", "fp32", "error"),
-    "share_casts": ("always", "weights", "never"),
+    "share_casts": ("always", "weights", "never", "storage"),
 }
 
 _DTYPE_SPELLINGS = DTYPES | {"float16": torch.float16, "half": torch.float16, "bfloat16": torch.bfloat16}
@@ -76,10 +76,11 @@ class Policy:
             hand it, under which it runs ("autocast"), the dtypes before conversion ("keep"), FP32 ("fp32"), or an error
             ("error").
         share_casts: Which values are cast once for all ops that read them in 16 bits: "always" means all values,
-            "weights" only weights, "never" none. The gradients of a value that is cast once are summed in 16 bits. None
-            is "always" from O2 on. At O1 it means what changes no gradient: `torch.autocast` sums those of a weight in
-            16 bits and all others in FP32, so that other values that need gradients share at most the storage of the
-            copy.
+            "weights" only weights, "never" none. The gradients of a value that is cast once are summed in 16 bits.
+            "storage" changes no gradient: `torch.autocast` sums those of a weight in 16 bits and all others in FP32, so
+            that the readers of another value that needs gradients share the storage of one copy, through a node of
+            autograd each. None is "always" from O2 on, and at O1 "storage" for values so large that it takes less time
+            than a cast for each reader.
 
     Raises:
         PolicyError: A value is unknown (the message lists the legal ones), or two overrides contradict each other.
@@ -193,13 +194,18 @@ class Policy:
 
     @property
     def sharing(self) -> str:
-        """How casts are shared: `share_casts`; where that is None, "always" from O2 on, and "storage" below.
+        """How casts are shared: `share_casts`; where that is None, "always" from O2 on, and "large storage" below.
 
         Example:
             >>> fxamp.Policy("O1").sharing, fxamp.Policy("O2").sharing
-            ('storage', 'always')
+            ('large storage', 'always')
         """
-        return self.share_casts or ("always" if self.level.stores_low else "storage")
+        return self.share_casts or ("always" if self.level.stores_low else "large storage")
+
+    @property
+    def keeps_sums(self) -> bool:
+        """Whether gradients of a value with several readers are summed as autocast sums them."""
+        return self.level.is_autocasts and self.sharing.endswith("storage")
 
     def __str__(self) -> str:
         """Write the string form that `parse` reads; settings at their default are left out."""

@@ -60,18 +60,18 @@ def requires_grad(graph: Graph) -> frozenset[Node]:
 def shares_cast(mode: str, value: Node, by_rule_low: bool, grad: frozenset[Node]) -> bool:
     """Say whether an op may read a cast of a value that another op reads.
 
-    The modes are "always"; "weights" for parameters only; "never"; "storage" where autocast does so, or no gradient
-    flows. For ops that are low by their rule autocast keeps the low copies of leaves.
+    The modes are "always"; "weights" for parameters only; "never"; "storage" and "large storage" where autocast does
+    so, or no gradient flows. For ops that are low by their rule autocast keeps the low copies of leaves.
     """
-    if mode == "storage":
+    if mode.endswith("storage"):
         return value not in grad or (by_rule_low and is_leaf(value))
     return mode == "always" or (mode == "weights" and is_parameter(value))
 
 
 def shares_storage(mode: str, value: Node, device: str) -> bool:
-    """Say whether casts of a value that need a node of autograd each share one storage, which pays for large values."""
-    least, tensor = DEVICES[device].shares_storage_from, value.meta.get("val")
-    if mode != "storage" or least is None or not isinstance(tensor, torch.Tensor):
+    """Say whether casts of a value that need a node of autograd each share one storage: in time large values gain."""
+    least, tensor = 0 if mode == "storage" else DEVICES[device].shares_storage_from, value.meta.get("val")
+    if not mode.endswith("storage") or least is None or not isinstance(tensor, torch.Tensor):
         return False
     return bool(concrete_size(tensor.numel()) >= least)
 

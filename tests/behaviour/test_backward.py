@@ -89,12 +89,12 @@ def heads(self: Any, x: Tensor) -> Tensor:
     return self.m(h).sin() + self.l(h).cos() + h * 2
 
 
-@pytest.mark.parametrize(("rows", "storages"), [(64, 0), (60_000, 1)])
-def test_copies_of_a_large_value_share_a_storage_where_it_is_read(rows: int, storages: int) -> None:
+@pytest.mark.parametrize(("rows", "asked", "storages"), [(64, "", 0), (60_000, "", 1), (64, ",share_casts=storage", 1)])
+def test_copies_of_a_large_value_share_a_storage_where_it_is_read(rows: int, asked: str, storages: int) -> None:
     """The layer norm is FP32 here and its two low readers would each copy 360,000 elements."""
     model, x = Two(heads), {"x": torch.randn(rows, 6)}
     policy = "O1,dtype=bf16,ops.layer_norm=fp32"
-    module = fxamp.compile(model, policy=policy, backend="eager")
+    module = fxamp.compile(model, policy=policy + asked, backend="eager")
     apart = fxamp.compile(model, policy=f"{policy},share_casts=weights", backend="eager")
     expected = passed(apart, model, x)
     assert all(map(torch.equal, passed(module, model, x), expected))

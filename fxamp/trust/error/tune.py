@@ -30,7 +30,7 @@ from .runs import AUTOCAST, Subject
 from .verify import measured
 
 _LOSS, _GRADIENT = 0.2, 0.8  # the parts of both errors in what is charged
-_MARGIN = 1.015  # by which a prediction has to be within the tolerance: other batches move errors by about as much
+_MARGIN = 1.02  # by which a prediction has to be within the tolerance: other batches move errors by about as much
 _STEPS = 5  # of the bisection
 
 
@@ -41,9 +41,10 @@ def tune(
     """Find the plan that casts the fewest bytes with an error of the gradient within a tolerance.
 
     The error is that of `fxamp.verify`, relative and RMS over parameters, measured with the real kernels on the batches
-    given. Compared are O1, O2, and what lies between them: minimum cuts in which each rounding is charged with the
-    error that it makes, to first order. Matrix products run low in all of them. The plan keeps what was measured, in
-    `plan.certificate` and in its notes. Everything is as before afterwards.
+    given. Compared are O1, the same with one copy of each value (`share_casts=storage`), O2, and what lies between
+    them: minimum cuts in which each rounding is charged with the error that it makes, to first order. Matrix products
+    run low in all of them. The plan keeps what was measured, in `plan.certificate` and in its notes. Everything is as
+    before afterwards.
 
     Args:
         model_or_step: A module, a view, or a TrainStep, which brings its own loss.
@@ -53,8 +54,8 @@ def tune(
             output's `.loss`, or a 0-dim output.
         batches: Inputs, or pairs (inputs, target), in the place of `inputs`. The more, the less the plan fits one.
         tolerance: The largest error, such as 0.02; "autocast" is that of `torch.autocast`, measured beside. A plan has
-            to be within it as measured, and as predicted with a margin of 1.5 %: on a few batches an error is one draw.
-            O1, which has autocast's values, is within "autocast".
+            to be within it as measured, and as predicted with a margin of 2 %: on a few batches an error is one draw.
+            O1, which has autocast's values, is within "autocast"; all others need the margin as measured too.
         policy: Its dtype, device and overrides hold; None is "O2".
 
     Returns:
@@ -93,13 +94,15 @@ class _Search:
         asked = subject.policy(str(Policy.of("O2" if policy is None else policy)))
         self._subject = subject
         self._base, self._o1 = replace(asked, level=Level.O2), replace(asked, level=Level.O1)
+        sharing = dict.fromkeys((self._o1.share_casts, self._o1.share_casts or "storage"))
+        self._exact = [str(replace(self._o1, share_casts=share)) for share in sharing]  # autocast's values
         low = {torch.float16: "fp16", torch.bfloat16: "bf16"}[asked.dtype or torch.bfloat16]
         self._autocast = f"{AUTOCAST},dtype={low}"
         self._cuts: list[_Cut] = []
 
     def plan(self, tolerance: float | str) -> Plan:
         """Return the plan."""
-        known = measured(self._subject, (self._autocast, str(self._o1), str(self._base)))
+        known = measured(self._subject, (self._autocast, *self._exact, str(self._base)))
         errors = {e.policy: e for e in known.policies}
         autocast = errors.pop(self._autocast).per_parameter
         limit = autocast if tolerance == AUTOCAST else float(tolerance)
@@ -107,13 +110,14 @@ class _Search:
         if limit <= floor:
             raise PolicyError(f"tolerance={limit:.2g} is not above the error of FP32 itself, {floor:.2g}.")
         predicted = self._search(errors, limit)
+        as_measured = _MARGIN if tolerance == AUTOCAST else 1.0
         within = [
             e for e in errors.values()
-            if max(e.per_parameter, predicted.get(e.policy, e.per_parameter) * _MARGIN) <= limit
+            if max(e.per_parameter * as_measured, predicted.get(e.policy, 0.0) * _MARGIN) <= limit
         ]  # fmt: skip
-        o1 = errors[str(self._o1)]
-        if tolerance == AUTOCAST and o1.per_parameter <= autocast * _MARGIN and o1 not in within:
-            within.insert(0, o1)  # autocast's values, but for deviations: taken where none casts less
+        if tolerance == AUTOCAST:
+            exact = (errors[name] for name in self._exact)  # but for deviations: taken where none casts less
+            within += [e for e in exact if e.per_parameter <= autocast * _MARGIN and e not in within]
         if not within:
             raise PolicyError(_nothing_keeps(limit, errors.values()))
         best = min(within, key=lambda e: (e.cast_bytes or 0, e.casts or 0))
@@ -181,7 +185,7 @@ class _Search:
             f"{CERTIFICATE}: measured on {batches} batches: gradient within {best.per_parameter:.3g} (RMS over "
             f"parameters), tolerance {limit:.3g}; {best.casts} casts of {best.cast_bytes} bytes a step",
             f"{CERTIFICATE}: first order, these batches and these weights: nothing is bounded for others",
-            f"{CERTIFICATE}: proved: {proved if best.policy == str(self._o1) else 'nothing'}",
+            f"{CERTIFICATE}: proved: {proved if best.policy in self._exact else 'nothing'}",
         )
         tried = ", ".join(f"{_short(n)} {e.per_parameter:.3g} at {e.cast_bytes} bytes" for n, e in errors.items())
         return replace(

@@ -55,12 +55,37 @@ def test_a_plan_at_the_error_of_autocast_casts_less_and_is_replayed_as_it_was_fo
     assert seen.cast_bytes is not None
     assert all(seen.cast_bytes <= (e.cast_bytes or 0) for e in others.policies[1:])
     assert plan.certificate["tolerance"] == pytest.approx(others["autocast"].per_parameter)
-    predicted = plan.certificate.get("predicted", 0) * 1.015 <= others["autocast"].per_parameter
-    assert predicted or str(plan.policy).startswith("O1")
+    largest = max(plan.certificate.get("predicted", 0), plan.certificate["measured"])
+    assert largest * 1.02 <= others["autocast"].per_parameter or str(plan.policy).startswith("O1")
     replayed = fxamp.plan_of(view)
     assert replayed.certificate == plan.certificate
     assert sum(note.startswith(CERTIFICATE) for note in replayed.notes) == 4
     assert [d.colour for d in replayed.decisions] == [d.colour for d in plan.decisions]
+
+
+def test_where_no_cut_is_as_exact_the_values_of_autocast_are_had_at_the_fewest_casts() -> None:
+    """Queries, keys and values read one activation, which O1 casts for each and sums the gradients of in FP32."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x: Any) -> Any:
+            h = x + self.first(x)
+            q, k, v = (row(h) for row in self.rows)
+            return self.last(nn.functional.layer_norm(torch.softmax(q @ k.t(), -1) @ v, (8,)))
+
+    torch.manual_seed(0)
+    model = Attention()
+    plan = fxamp.tune(model, X, Y, loss=CE)
+    given = {"inputs": X, "target": Y, "loss": CE, "policies": ("O1", "O1,share_casts=storage")}
+    o1, shared = fxamp.verify(model, **given).policies[1:]
+    assert shared.per_parameter == o1.per_parameter
+    assert shared.gradient == o1.gradient
+    assert shared.casts < o1.casts
+    assert plan.certificate["cast_bytes"] <= shared.cast_bytes
 
 
 @pytest.mark.parametrize("name", ["gpt", pytest.param("hf_llama", marks=pytest.mark.matrix)])
