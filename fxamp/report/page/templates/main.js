@@ -10,37 +10,20 @@ let behind = false; // whether a node was chosen that the drawing is still to sh
 let tab = "graph";
 let words = [];
 
-function tiles() {
-  const t = state.totals;
-  const low = `${t.low_ops} of ${t.nodes}`;
-  const run = `operations run in 16 bit, ${t.fp32_ops} in FP32.`;
-  const between = "between precisions in one call";
-  const would = [["FP32", t.saved_bytes_fp32], ["torch.autocast", t.saved_bytes_autocast]]
-    .filter(([, n]) => n !== null).map(([name, n]) => `${name} would keep ${amount(n, "B")}`).join(", ");
+// Fill in the page's sentences what is known of the model and its state, and hide those of what is not.
+function fillIn() {
+  const { low_flops: low, unknown_ops: unknown } = state.totals;
   const count = unlike(places).length;
-  const facts = [
-    t.low_flops === null ? ["policy", low, "in 16 bit", run]
-      : ["policy", percent(t.low_flops), "in 16 bit", `of the arithmetic; ${low} ${run}`],
-    ["cast", t.casts ?? "?", "casts", t.cast_bytes === null ? `conversions ${between}.`
-      : `convert ${between} and move ${amount(t.cast_bytes, "B")}.`],
-    t.saved_bytes !== null && ["saved", amount(t.saved_bytes, "B"), "kept",
-      `until the backward pass${would && `; ${would}`}.`],
-    ["differs", count, "differ",
-      `${count === 1 ? "operation runs" : "operations run"} in another precision than under torch.autocast.`],
-    ["", t.deviations, "deviations",
-      "where values may not be those of torch.autocast: your own casts, numbers out of range."],
-    t.unknown_ops && ["policy", t.unknown_ops, "unknown operations",
-      "have no rule; they get what torch.autocast would give them."],
-  ];
-  byId("tiles").replaceChildren(...facts.filter(Boolean).map(([mode, figure, name, sentence]) => (
-    element("button.tile", { "data-tile": name, onclick: () => (mode ? colour(mode, "graph") : search("deviation")) },
-      element("span.figure", figure), element("span.name", ` ${name} `), element("span.sentence", sentence)))));
-  const measured = state.kept_bytes === null ? ""
-    : `; measured, it kept ${amount(state.kept_bytes, "B")} for the backward pass`;
-  const planned = t.bytes === null ? "decisions alone, without costs"
-    : "figures of one call of the emitted graph as PyTorch runs it";
-  byId("stage").textContent = `Planned: ${planned}.${state.compiler
-    && ` ${state.compiler} behind it may fuse casts and recompute what is kept${measured}.`}`;
+  const facts = {
+    ...data, ...state, ...state.totals, low: low === null ? null : percent(low), unknown: unknown || null,
+    differ: count, runs: count === 1 ? "operation runs" : "operations run", compiler: state.compiler || null,
+  };
+  for (const part of document.querySelectorAll("[data-if]")) part.hidden = facts[part.dataset.if] === null;
+  for (const part of document.querySelectorAll("[data-unless]")) part.hidden = facts[part.dataset.unless] !== null;
+  for (const slot of document.querySelectorAll("[data-shows]")) {
+    const { shows, unit } = slot.dataset;
+    slot.textContent = unit ? amount(facts[shows], unit) : facts[shows] ?? "?";
+  }
 }
 
 // --- the tree of modules ---
@@ -239,7 +222,7 @@ function enter(name) {
   state = data.states.find((other) => other.name === name);
   places = state.nodes ?? nodes.map((_, i) => i);
   module = "";
-  tiles();
+  fillIn();
   tree();
   canvas.load(places);
   catchUp();
@@ -253,7 +236,10 @@ for (const option of byId("colour").querySelectorAll("[data-absent]")) {
   if (option.disabled) option.text += option.dataset.absent;
 }
 const canvas = drawing(byId("canvas"), chooseBox);
-for (const host of document.querySelectorAll("[data-text]")) host.textContent = data[host.dataset.text];
+for (const tile of byId("tiles").children) {
+  const { colour: mode } = tile.dataset;
+  tile.onclick = () => (mode ? colour(mode, "graph") : search("deviation"));
+}
 byId("said-first").append(...data.said.map((words) => element("p.cut", { role: "note" }, words)));
 byId("more").append(...[[counted(data.notes.length, "note"), list("ul", data.notes)],
   ["training", data.training.length > 0 && terms(...data.training)],
@@ -274,8 +260,8 @@ byId("aside").onclick = ({ target }) => (target.ariaExpanded = !document.body.cl
 for (const one of tabs) one.onclick = () => show(one.getAttribute("aria-controls"));
 keys(document.querySelector("[role=tablist]"), (one) => {
   const go = (to) => () => {
-    tabs.at(to % tabs.length).focus();
     tabs.at(to % tabs.length).click();
+    tabs.at(to % tabs.length).focus();
   };
   const at = tabs.indexOf(one);
   return { ArrowRight: go(at + 1), ArrowLeft: go(at - 1), Home: go(0), End: go(-1) };

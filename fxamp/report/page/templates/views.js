@@ -100,21 +100,23 @@ function lazily(host, parent, items, make) {
   return more;
 }
 
-// A table whose rows are made as they are scrolled to. `columns`: [name, class, what an item has there, and the words
-// of that if it is a number, by which the table can then be sorted].
+// A table whose rows are made as they are scrolled to. `columns`: [name, what an item has there, and the words of that
+// if it is a number, by which the table can then be sorted].
 function longTable(host, caption, columns, items, attributes = () => ({})) {
   const body = element("tbody");
-  const cell = (item) => ([, kind, value, words = (n) => n], at) => (
-    element((at ? "td" : "th") + kind, at ? {} : { scope: "row" }, words(value(item))));
-  const row = (item) => element("tr", attributes(item), ...columns.map(cell(item)));
+  const cell = ([, value, words], at) => (item) => (
+    at ? element(words ? "td.number" : "td", words ? words(value(item)) : value(item))
+      : element("th.name", { scope: "row" }, value(item)));
+  const cells = columns.map(cell);
+  const row = (item) => element("tr", attributes(item), ...cells.map((made) => made(item)));
   const fill = (list) => {
     body.replaceChildren();
     lazily(host, body, list, row);
   };
-  const heads = columns.map(([name, kind, value, words]) => {
+  const heads = columns.map(([name, value, words], at) => {
     const sort = () => fill(items.toSorted((a, b) => value(b) - value(a)));
     const sorter = words && element("button.sort", { title: `sort by ${name}`, onclick: sort }, name);
-    return element(`th${kind}`, { scope: "col" }, sorter ?? name);
+    return element(sorter ? "th.number" : at ? "th" : "th.name", { scope: "col" }, sorter ?? name);
   });
   fill(items);
   const head = element("thead", element("tr", ...heads));
@@ -124,14 +126,12 @@ function longTable(host, caption, columns, items, attributes = () => ({})) {
 function nodeTable(host, caption, places, module, chosen) {
   const within = (node) => module && node.key.startsWith(`${module}.`);
   longTable(host, caption, [
-    ["node", ".name", (node) => link(node.place, within(node) ? `…${node.key.slice(module.length)}` : keyOf(node))],
-    ["runs in", "", (node) => pill(node.colour)],
-    ["autocast", "", (node) => (differs(node) ? pill(node.autocast) : "same")],
-    ["casts", ".number", (node) => node.cast_count, (n) => n || ""],
-    ["cast", ".number", (node) => node.cast_bytes, some],
-    ["kept", ".number", (node) => node.saved_bytes, some],
-    ["why", ".wide", why],
-    ["your line", ".wide", (node) => element("code", lineOf(node))],
+    ["node", (node) => link(node.place, within(node) ? `…${node.key.slice(module.length)}` : keyOf(node))],
+    ["runs in", (node) => pill(node.colour)],
+    ["autocast", (node) => (differs(node) ? pill(node.autocast) : "same")],
+    ["casts", (node) => node.cast_count, (n) => n || ""],
+    ["cast", (node) => node.cast_bytes, some], ["kept", (node) => node.saved_bytes, some],
+    ["why", why], ["your line", (node) => element("code", lineOf(node))],
   ], places.map((i) => nodes[i]), ({ place }) => ({ "data-node": place, class: place === chosen && "chosen" }));
 }
 
@@ -145,8 +145,8 @@ function totalsTable(host, totals, places) {
     ["arithmetic in 16 bit", ...columns.map(share)]];
   const saved = [totals.saved_bytes_fp32, totals.saved_bytes_autocast, totals.saved_bytes];
   if (totals.saved_bytes !== null) rows.push(["kept for backward", ...saved.map((n) => amount(n, "B"))]);
-  longTable(host, "", ["", "without fxamp", "torch.autocast", "this policy"].map((name, at) => (
-    [name, at ? ".number" : "", (row) => row[at]])), rows);
+  const heads = ["", "without fxamp", "torch.autocast", "this policy"];
+  longTable(host, "", heads.map((name, at) => [name, (row) => row[at]]), rows);
 }
 
 // The lines that made nodes, those first whose casts move most, and the files that they are in.
@@ -170,10 +170,9 @@ function sourceTab(ranks, files, state, places) {
     : "Costs of lines are known only for a model that was converted with example inputs.";
   const named = (line) => (line.key ? button("link", () => go(line), line.key) : line.file);
   longTable(ranks, caption, [
-    ["line", ".name", (line) => [named(line), element("code", line.code)]],
-    ["cast", ".number", (line) => line.cast, some],
-    ["kept", ".number", (line) => line.saved, some],
-    ["nodes", ".number", (line) => line.places.length, (n) => n || ""],
+    ["line", (line) => [named(line), element("code", line.code)]],
+    ["cast", (line) => line.cast, some], ["kept", (line) => line.saved, some],
+    ["nodes", (line) => line.places.length, (n) => n || ""],
   ], ranked);
   const byLine = new Map(lines.map((line) => [line.key, line]));
   const most = Math.max(1, ...lines.map((line) => line.cast));
@@ -212,13 +211,11 @@ function censusTab(host, table, { share, casts, differences, notes, ran }) {
     ...(notes.length ? [element("h2", "Notes"), list("ul", notes)] : []));
   const nodeOf = ({ graph, where }) => (graph < 0 ? undefined : byKey.get(keyOf({ graph, key: where })));
   longTable(table, "What ran, most arithmetic first", [
-    ["where", ".name", (row) => (nodeOf(row) === undefined ? row.where : link(nodeOf(row)))],
-    ["when", "", (row) => row.phase],
-    ["operation", "", (row) => row.op],
-    ["ran in", "", (row) => [...new Set([...row.operands, ...row.results])].map(pill)],
-    ["times", ".number", (row) => row.count, (n) => n],
-    ["arithmetic", ".number", (row) => row.flops, (n) => some(n, "FLOPs")],
-    ["moved", ".number", (row) => row.bytes, some],
-    ["cast", ".number", (row) => row.cast_bytes, some],
+    ["where", (row) => (nodeOf(row) === undefined ? row.where : link(nodeOf(row)))],
+    ["when", (row) => row.phase], ["operation", (row) => row.op],
+    ["ran in", (row) => [...new Set([...row.operands, ...row.results])].map((dtype) => pill(dtype))],
+    ["times", (row) => row.count, (n) => n],
+    ["arithmetic", (row) => row.flops, (n) => some(n, "FLOPs")],
+    ["moved", (row) => row.bytes, some], ["cast", (row) => row.cast_bytes, some],
   ], ran.toSorted((a, b) => b.flops - a.flops));
 }
