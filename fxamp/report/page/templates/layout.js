@@ -1,99 +1,97 @@
-// Lay out boxes in layers from top to bottom, with few crossings and straight edges, in the usual four steps: a layer for
-// each box; a dummy in each layer that an edge passes; layers ordered by the mean place of neighbours; and boxes placed
-// in that order, as near to their neighbours as possible.
+// Lay out boxes in layers from top to bottom, with few crossings and straight edges, in the usual four steps: a layer
+// for each box; a dummy in each layer that an edge passes; layers ordered by the mean place of neighbours; and boxes
+// placed in that order, as near to their neighbours as possible.
 const GAP = 26; // between two boxes of a layer
 const LAYER_GAP = 34; // between two layers
 const SWEEPS = 6;
 const DUMMY = 10; // width of an edge in a layer that it passes
 
-// `sizes`: [{width, height}], in the order in which they run; `edges`: [[from, to]]. Returns {width, height, places: the
-// middle of each box, routes: points of each edge}.
-function layered(sizes, edges) {
-  const forward = edges.map(([a, b]) => (a < b ? [a, b] : [b, a])); // an edge to an earlier box is drawn upwards
-  const depth = layersOf(sizes.length, forward);
-  const items = sizes.map((size, i) => ({ ...size, depth: depth[i], box: true, beside: [] }));
-  const trunks = new Map(); // long edges from one box share their dummies, and so their way
-  const chains = forward.map(([a, b]) => {
-    const chain = [items[a]];
-    for (let d = depth[a] + 1; d < depth[b]; d++) {
-      const key = `${a} ${d}`;
-      if (!trunks.has(key)) trunks.set(key, { width: DUMMY, height: 0, depth: d, box: false, beside: [] });
-      chain.push(trunks.get(key));
-    }
-    chain.push(items[b]);
-    for (let i = 1; i < chain.length; i++) {
-      if (chain[i].beside.includes(chain[i - 1])) continue;
-      chain[i - 1].beside.push(chain[i]);
-      chain[i].beside.push(chain[i - 1]);
-    }
-    return chain;
-  });
+// `items`: {width, height}, in the order in which they run; `edges`: {from, to}, two of the items. Gives each item its
+// upper left corner, x and y, and each edge its points; returns the width and height of all.
+function layered(items, edges) {
+  items.forEach((item, order) => Object.assign(item, { order, depth: 0, readers: [], beside: new Set(), trunk: [] }));
+  for (const edge of edges) {
+    edge.upwards = edge.from.order > edge.to.order; // to an earlier item
+    edge.chain = edge.upwards ? [edge.to, edge.from] : [edge.from, edge.to];
+    edge.chain[0].readers.push(edge.chain[1]);
+  }
+  rank(items);
+  for (const edge of edges) edge.chain = chained(...edge.chain);
   const layers = [];
-  for (const item of new Set([...items, ...chains.flat()])) (layers[item.depth] ??= []).push(item);
+  const all = [...new Set([...items, ...edges.flatMap((edge) => edge.chain)])];
+  for (const item of all) (layers[item.depth] ??= []).push(item);
   order(layers);
   settle(layers);
+  const left = Math.min(0, ...all.map((item) => item.middle - item.width / 2));
   let top = 0;
   for (const layer of layers) {
     const height = Math.max(...layer.map((item) => item.height));
-    for (const item of layer) [item.top, item.bottom, item.y] = [top, top + height, top + height / 2];
+    for (const item of layer) {
+      item.middle -= left;
+      [item.x, item.y] = [item.middle - item.width / 2, top + (height - item.height) / 2];
+      [item.top, item.bottom] = [top, top + height];
+    }
     top += height + LAYER_GAP;
   }
-  const all = layers.flat();
-  const left = Math.min(0, ...all.map((item) => item.x - item.width / 2));
-  for (const item of all) item.x -= left;
-  return {
-    width: Math.max(0, ...all.map((item) => item.x + item.width / 2)), height: Math.max(0, top - LAYER_GAP),
-    places: items.map((item) => ({ x: item.x, y: item.y })),
-    routes: chains.map((chain, i) => route(chain, edges[i][0] > edges[i][1])),
-  };
+  for (const edge of edges) edge.points = edge.upwards ? route(edge.chain).reverse() : route(edge.chain);
+  return { width: Math.max(0, ...all.map((item) => item.x + item.width)), height: Math.max(0, top - LAYER_GAP) };
+}
+
+// Give each item its layer: below all that it reads. What reads nothing stands right above its readers.
+function rank(items) {
+  for (const item of items) for (const reader of item.readers) reader.depth = Math.max(reader.depth, item.depth + 1);
+  for (const item of items.filter(({ depth, readers }) => depth === 0 && readers.length)) {
+    item.depth = Math.min(...item.readers.map((reader) => reader.depth)) - 1;
+  }
+}
+
+// What an edge passes, from end to end. Long edges from one box share their dummies, and so their way.
+function chained(from, to) {
+  const chain = [from];
+  for (let depth = from.depth + 1; depth < to.depth; depth++) {
+    chain.push(from.trunk[depth] ??= { dummy: true, width: DUMMY, height: 0, depth, beside: new Set() });
+  }
+  chain.push(to);
+  for (let i = 1; i < chain.length; i++) {
+    chain[i - 1].beside.add(chain[i]);
+    chain[i].beside.add(chain[i - 1]);
+  }
+  return chain;
 }
 
 // Return the points of an edge: from the foot of a box to the head of another, straight through the layers between.
-function route(chain, upwards) {
-  const [from, to] = [chain[0], chain[chain.length - 1]];
-  const points = [[from.x, from.y + from.height / 2]];
-  for (const item of chain.slice(1, -1)) points.push([item.x, item.top], [item.x, item.bottom]);
-  points.push([to.x, to.y - to.height / 2]);
-  return upwards ? points.reverse() : points;
-}
-
-function layersOf(count, edges) {
-  const depth = new Array(count).fill(0);
-  const [into, out] = [[], []];
-  for (const [a, b] of edges) { (into[b] ??= []).push(a); (out[a] ??= []).push(b); }
-  for (let i = 0; i < count; i++) for (const a of into[i] || []) depth[i] = Math.max(depth[i], depth[a] + 1);
-  for (let i = count - 1; i >= 0; i--) { // a box that reads nothing stands right above its readers
-    if (!into[i] && out[i]) depth[i] = Math.max(0, Math.min(...out[i].map((b) => depth[b])) - 1);
-  }
-  return depth;
+function route(chain) {
+  const [from, to] = [chain[0], chain.at(-1)];
+  const between = chain.slice(1, -1).flatMap(({ middle: x, top, bottom }) => [{ x, y: top }, { x, y: bottom }]);
+  return [{ x: from.middle, y: from.y + from.height }, ...between, { x: to.middle, y: to.y }];
 }
 
 function order(layers) {
   for (let sweep = 0; sweep < SWEEPS; sweep++) {
-    const down = sweep % 2 === 0;
-    for (let step = 1; step < layers.length; step++) {
-      const at = down ? step : layers.length - 1 - step;
-      const beside = new Map(layers[down ? at - 1 : at + 1].map((item, i) => [item, i]));
-      const means = new Map(layers[at].map((item, i) => {
-        const found = item.beside.filter((other) => beside.has(other)).map((other) => beside.get(other));
-        return [item, found.length ? found.reduce((a, b) => a + b, 0) / found.length : i];
+    const ordered = sweep % 2 ? layers.toReversed() : layers;
+    for (let step = 1; step < ordered.length; step++) {
+      const at = new Map(ordered[step - 1].map((item, i) => [item, i]));
+      const means = new Map(ordered[step].map((item, i) => {
+        const found = [...item.beside].filter((other) => at.has(other));
+        return [item, found.length ? total(found, (other) => at.get(other)) / found.length : i];
       }));
-      layers[at].sort((a, b) => means.get(a) - means.get(b));
+      ordered[step].sort((a, b) => means.get(a) - means.get(b));
     }
   }
 }
 
 function settle(layers) {
   for (const layer of layers) apart(layer, () => 0, () => 1);
-  const weight = (item) => (!item.box ? 0.02 : item.beside.length < 2 ? 0.05 : 1); // what has one neighbour gives way
+  const weight = (item) => (item.dummy ? 0.02 : item.beside.size < 2 ? 0.05 : 1); // what has one neighbour gives way
+  // Long edges are kept straight.
+  const pull = (item, other) => (!item.dummy ? weight(other) : other.dummy ? 8 : 0.2);
   for (let sweep = 0; sweep < 2 * SWEEPS; sweep++) {
     const down = sweep % 2 === 0;
-    for (const layer of down ? layers : layers.slice().reverse()) {
+    for (const layer of down ? layers : layers.toReversed()) {
       apart(layer, (item) => {
-        const near = item.beside.filter((other) => sweep >= SWEEPS || (other.depth < item.depth) === down);
-        const pull = near.map((other) => (!item.box ? (other.box ? 0.2 : 8) : weight(other))); // long edges are kept straight
-        const total = pull.reduce((a, b) => a + b, 0);
-        return total ? near.reduce((x, other, i) => x + other.x * pull[i], 0) / total : item.x;
+        const near = [...item.beside].filter((other) => sweep >= SWEEPS || (other.depth < item.depth) === down);
+        const all = total(near, (other) => pull(item, other));
+        return all ? total(near, (other) => other.middle * pull(item, other)) / all : item.middle;
       }, weight);
     }
   }
@@ -105,16 +103,17 @@ function apart(layer, wanted, weight) {
   const offsets = [];
   let at = 0;
   layer.forEach((item, i) => {
-    at += i ? layer[i - 1].width / 2 + (item.box && layer[i - 1].box ? GAP : GAP / 2) + item.width / 2 : 0;
+    const before = layer[i - 1];
+    if (before) at += (before.width + item.width) / 2 + (item.dummy || before.dummy ? GAP / 2 : GAP);
     offsets.push(at);
     let block = { mean: wanted(item) - at, heavy: weight(item), count: 1 };
-    while (blocks.length && blocks[blocks.length - 1].mean > block.mean) {
-      const before = blocks.pop();
-      const heavy = before.heavy + block.heavy;
-      block = { mean: (before.mean * before.heavy + block.mean * block.heavy) / heavy, heavy, count: before.count + block.count };
+    while (blocks.length && blocks.at(-1).mean > block.mean) {
+      const { mean, heavy, count } = blocks.pop();
+      const both = heavy + block.heavy;
+      block = { mean: (mean * heavy + block.mean * block.heavy) / both, heavy: both, count: count + block.count };
     }
     blocks.push(block);
   });
   const starts = blocks.flatMap((block) => new Array(block.count).fill(block.mean));
-  layer.forEach((item, i) => (item.x = starts[i] + offsets[i]));
+  layer.forEach((item, i) => (item.middle = starts[i] + offsets[i]));
 }

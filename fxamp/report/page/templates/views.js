@@ -1,76 +1,91 @@
 // What is beside the drawing: the explanation of a node or a module, and the tabs of nodes, comparison and source.
-const ENDS = 2; // causes that are shown at either end of a chain
+const LONG = 5; // causes of a chain that are all shown; of a longer one only its ends
 const CHUNK = 150; // rows of a table that are made at a time
 
-const pill = (dtype) => (dtype ? element("span", { class: `pill ${styleOf(dtype)}`, title: dtype }, short(dtype)) : "–");
-const place = (node) => (node.file ? `${node.file}:${node.line}` : "");
-const why = (node) => (node.reason && node.reason !== node.because ? `${node.because}: ${node.reason}` : node.because);
-const nameIn = (node, module) => (module && node.key.startsWith(`${module}.`) ? `…${node.key.slice(module.length)}` : keyOf(node));
-const mega = (n) => (n ? amount(n, "B") : "");
-const term = (name, ...values) => (values.flat().some((v) => v !== null && v !== "" && v !== undefined) ? [element("dt", {}, name), element("dd", {}, ...values)] : []);
+const button = (kind, onclick, ...words) => element(`button.${kind}`, { onclick }, ...words);
+const link = (i, words = keyOf(nodes[i])) => button("link", () => chooseNode(i, true), words);
+const pill = (dtype) => (dtype ? element(`span.pill.${styleOf(dtype)}`, { title: dtype }, short(dtype)) : "–");
+const lineOf = (node) => (node.file ? `${node.file}:${node.line}` : "");
+const why = ({ because, reason }) => (reason && reason !== because ? `${because}: ${reason}` : because);
+const some = (n, unit = "B") => (n ? amount(n, unit) : "");
+const ofLoss = (error) => data.error && `${amount(error, "%")} of that of the loss (of its variance)`;
+
+// A list, of which no more than `most` are shown; nothing if it is empty.
+function list(what, items, item = (one) => one, most = Infinity) {
+  const shown = items.slice(0, most).map((one) => element("li", item(one)));
+  if (items.length > most) shown.push(element("li", `and ${items.length - most} more`));
+  return shown.length > 0 && element(what, ...shown);
+}
+
+// Terms with what is known of each: [name, value, ...].
+function terms(...rows) {
+  const known = rows.filter(([, ...values]) => values.flat().some((value) => !NOTHING.includes(value)));
+  return element("dl", ...known.flatMap(([name, ...values]) => [element("dt", name), element("dd", ...values)]));
+}
+
+// A bar of parts, {style: n}, `all` of which would fill it.
+function bar(what, side, parts, all, title) {
+  const part = ([style, n]) => element(`i.${style}`, { style: { [side]: `${(100 * n) / all}%` } });
+  return element(what, { title }, ...Object.entries(parts).map(part));
+}
+
+// What is said of something in the panel, below where it is and its name.
+function panelOf(where, name, key, ...content) {
+  return [element("p.where", where), element("h2", { tabindex: -1, "data-key": key }, name), ...content];
+}
 
 // The causes of a node one after the other, as far as each has one; then those of the last, if there are several.
-function chainOf(i) {
-  const [chain, known] = [[], new Set([i])];
-  let causes = nodes[i].causes;
+function causesOf(i) {
+  const known = new Set([i]);
+  let { causes } = nodes[i];
   while (causes.length === 1 && causes[0] >= 0 && !known.has(causes[0])) {
-    chain.push(causes[0]);
     known.add(causes[0]);
-    causes = nodes[causes[0]].causes;
+    ({ causes } = nodes[causes[0]]);
   }
-  return { chain, last: causes.filter((at) => !known.has(at)) };
+  const item = (at) => (at < 0 ? text(-1 - at) : [link(at), ` ${short(nodes[at].colour)}: ${why(nodes[at])}`]);
+  const [, ...chain] = known;
+  const inner = chain.slice(1, -1);
+  const folded = () => element("details", element("summary", `${inner.length} nodes follow`), list("ol", inner, item));
+  const shown = chain.length > LONG ? [item(chain[0]), folded(), item(chain.at(-1))] : chain.map(item);
+  const last = causes.filter((at) => !known.has(at)).map(item);
+  return list("ol.chain", [...shown, ...last], (content) => content, shown.length + 6);
 }
 
-function causesOf(i, link) {
-  const { chain, last } = chainOf(i);
-  const item = (at) => element("li", {}, link(at), element("span", {}, ` ${short(nodes[at].colour)}: ${why(nodes[at])}`));
-  const shown = chain.length <= 2 * ENDS + 1 ? chain.map(item) : [
-    ...chain.slice(0, 1).map(item),
-    element("li", {}, element("details", {}, element("summary", {}, `${chain.length - 2} nodes follow`), element("ol", {}, ...chain.slice(1, -1).map(item)))),
-    ...chain.slice(-1).map(item),
-  ];
-  const ends = last.slice(0, 6).map((at) => (at >= 0 ? item(at) : element("li", {}, text(-1 - at))));
-  if (last.length > 6) ends.push(element("li", {}, `and ${last.length - 6} more`));
-  return shown.length + ends.length ? element("ol", { class: "chain" }, ...shown, ...ends) : null;
-}
-
-// Explain a node. `link(i)` makes a button that chooses another node.
-function explained(i, link) {
+function explained(i) {
   const node = nodes[i];
-  const casts = node.casts.map((cast) => element("li", {}, `${cast.operand}: ${short(cast.before)} → ${short(cast.after)}${cast.bytes === null ? "" : `, moves ${amount(cast.bytes, "B")}`}${cast.shared > 1 ? `, read by ${cast.shared}` : ""}`));
-  const reads = node.reads.map((read) => element("li", {}, read.node >= 0 ? link(read.node) : `${read.name} (${read.kind === "attribute" ? "weight or constant" : read.kind})`, read.cast ? ` → ${short(read.cast)}` : ""));
+  const cast = ({ operand, before, after, bytes, shared }) => [`${operand}: ${short(before)} → ${short(after)}`,
+    bytes !== null && `, moves ${amount(bytes, "B")}`, shared > 1 && `, read by ${shared}`];
+  const read = ({ kind, value, name, cast: to }) => [
+    value >= 0 ? link(value) : `${name} (${kind === "attribute" ? "weight or constant" : kind})`,
+    to && ` → ${short(to)}`];
   const meaning = data.meanings[node.because];
-  return [
-    element("p", { class: "where" }, `${node.module || data.model}${several ? `, graph ${node.graph}` : ""}`),
-    element("h2", { tabindex: -1, "data-key": keyOf(node) }, node.key.slice(node.key.lastIndexOf("/") + 1)),
-    element("dl", {},
-      ...term("runs in", pill(node.colour), differs(node) ? element("span", { class: "mark" }, " torch.autocast: ", pill(node.autocast)) : ""),
-      ...term("why", element("strong", {}, node.because), node.reason && node.reason !== node.because ? `: ${node.reason}` : "", meaning ? element("p", { class: "meaning" }, meaning) : ""),
-      ...term("because of", causesOf(i, link)),
-      ...term("your line", node.file ? element("code", {}, place(node)) : "", node.code ? element("pre", {}, node.code) : "", node.inside ? element("p", { class: "meaning" }, `inside torch: ${node.inside}`) : ""),
-      ...term("casts in front of it", casts.length ? element("ul", {}, ...casts) : ""),
-      ...term("reads", reads.length ? element("ul", {}, ...reads) : ""),
-      ...term("read by", readers[i].length ? element("ul", {}, ...readers[i].slice(0, 12).map((at) => element("li", {}, link(at)))) : "", readers[i].length > 12 ? `and ${readers[i].length - 12} more` : ""),
-      ...term("gives", node.gives),
-      ...term("costs", node.bytes === null ? "" : `${amount(node.bytes, "B")} of results, ${amount(node.flops, "FLOPs")}, ${amount(node.saved_bytes, "B")} kept for backward`),
-      ...term("predicted error", node.error === null ? "" : `${amount(node.error, "%")} of that of the loss (of its variance)`)),
-  ];
+  const { bytes, flops, saved_bytes: saved } = node;
+  return panelOf(`${node.module || data.model}${several ? `, graph ${node.graph}` : ""}`, node.key.split("/").at(-1),
+    keyOf(node), terms(
+      ["runs in", pill(node.colour), differs(node) && element("span.mark", " torch.autocast: ", pill(node.autocast))],
+      ["why", element("strong", node.because), why(node).slice(node.because.length),
+        meaning && element("p.meaning", meaning)],
+      ["because of", causesOf(i)],
+      ["your line", node.file && element("code", lineOf(node)), node.code && element("pre", node.code),
+        node.inside && element("p.meaning", `inside torch: ${node.inside}`)],
+      ["casts in front of it", list("ul", node.casts, cast)],
+      ["reads", list("ul", node.reads, read)],
+      ["read by", list("ul", node.readers, (at) => link(at), 12)],
+      ["gives", node.gives],
+      ["costs", bytes !== null && [`${amount(bytes, "B")} of results, `, `${amount(flops, "FLOPs")}, `,
+        `${amount(saved, "B")} kept for backward`]],
+      ["predicted error", ofLoss(node.error)]));
 }
 
 function described(name, places) {
-  const count = (style) => places.filter((i) => styleOf(nodes[i].colour) === style).length;
-  const known = places.some((i) => nodes[i].bytes !== null);
-  const unlike = places.filter((i) => differs(nodes[i])).length;
-  return [
-    element("p", { class: "where" }, "module"),
-    element("h2", { tabindex: -1 }, name),
-    element("dl", {},
-      ...term("nodes", `${places.length}: ${count("low")} in 16 bit, ${count("fp32")} in FP32, ${count("other")} in neither`),
-      ...term("casts", `${places.reduce((n, i) => n + nodes[i].casts.length, 0)}${known ? `, which move ${amount(sum(places, "cast_bytes"), "B")}` : ""}`),
-      ...term("kept for backward", known ? amount(sum(places, "saved_bytes"), "B") : ""),
-      ...term("predicted error", data.error ? `${amount(sum(places, "error"), "%")} of that of the loss (of its variance)` : ""),
-      ...term("differ from torch.autocast", unlike ? counted(unlike, "node") : "none")),
-  ];
+  const { low, fp32, other } = shares(places);
+  const known = costsKnown(places);
+  return panelOf("module", name, null, terms(
+    ["nodes", `${places.length}: ${low} in 16 bit, ${fp32} in FP32, ${other} in neither`],
+    ["casts", sum(places, "cast_count"), known && `, which move ${amount(sum(places, "cast_bytes"), "B")}`],
+    ["kept for backward", known && amount(sum(places, "saved_bytes"), "B")],
+    ["predicted error", ofLoss(sum(places, "error"))],
+    ["differ from torch.autocast", unlike(places).length ? counted(unlike(places).length, "node") : "none"]));
 }
 
 // Make the elements of a long list as they are scrolled to. Returns what makes more, and says whether there were any.
@@ -85,109 +100,122 @@ function lazily(host, parent, items, make) {
   return more;
 }
 
-// A table whose rows are made as they are scrolled to. `heads`: [name, class, sort key or null].
-function longTable(host, caption, heads, items, row) {
-  const body = element("tbody", {});
-  const sort = (key) => { body.replaceChildren(); lazily(host, body, [...items].sort((a, b) => key(b) - key(a)), row); };
-  const head = ([name, kind, key]) => element("th", { scope: "col", class: kind }, key ? element("button", { type: "button", class: "sort", onclick: () => sort(key), title: `sort by ${name}` }, name) : name);
-  lazily(host, body, items, row);
-  host.replaceChildren(element("table", {}, element("caption", {}, caption), element("thead", {}, element("tr", {}, ...heads.map(head))), body));
+// A table whose rows are made as they are scrolled to. `columns`: [name, what an item has there, and the words of that
+// if it is a number, by which the table can then be sorted].
+function longTable(host, caption, columns, items, attributes = () => ({})) {
+  const body = element("tbody");
+  const cell = ([, value, words], at) => (item) => (
+    at ? element(words ? "td.number" : "td", words ? words(value(item)) : value(item))
+      : element("th.name", { scope: "row" }, value(item)));
+  const cells = columns.map(cell);
+  const row = (item) => element("tr", attributes(item), ...cells.map((made) => made(item)));
+  const fill = (list) => {
+    body.replaceChildren();
+    lazily(host, body, list, row);
+  };
+  const heads = columns.map(([name, value, words], at) => {
+    const sort = () => fill(items.toSorted((a, b) => value(b) - value(a)));
+    const sorter = words && element("button.sort", { title: `sort by ${name}`, onclick: sort }, name);
+    return element(sorter ? "th.number" : at ? "th" : "th.name", { scope: "col" }, sorter ?? name);
+  });
+  fill(items);
+  const head = element("thead", element("tr", ...heads));
+  host.replaceChildren(element("table", caption && element("caption", caption), head, body));
 }
 
-function nodeTable(host, caption, places, module, link, chosen) {
-  const heads = [["node", "name"], ["runs in", ""], ["autocast", ""], ["casts", "number", (i) => nodes[i].casts.length],
-    ["cast", "number", (i) => nodes[i].cast_bytes], ["kept", "number", (i) => nodes[i].saved_bytes ?? 0], ["why", "wide"], ["your line", "wide"]];
-  longTable(host, caption, heads, places, (i) => {
-    const node = nodes[i];
-    return element("tr", { "data-node": i, class: i === chosen ? "chosen" : "" },
-      element("th", { scope: "row", class: "name" }, link(i, nameIn(node, module))), element("td", {}, pill(node.colour)),
-      element("td", { class: differs(node) ? "mark" : "" }, differs(node) ? pill(node.autocast) : "same"),
-      element("td", { class: "number" }, node.casts.length || ""), element("td", { class: "number" }, mega(node.cast_bytes)),
-      element("td", { class: "number" }, mega(node.saved_bytes)), element("td", { class: "wide" }, why(node)),
-      element("td", { class: "wide" }, element("code", {}, place(node))));
-  });
+function nodeTable(host, caption, places, module, chosen) {
+  const within = (node) => module && node.key.startsWith(`${module}.`);
+  longTable(host, caption, [
+    ["node", (node) => link(node.place, within(node) ? `…${node.key.slice(module.length)}` : keyOf(node))],
+    ["runs in", (node) => pill(node.colour)],
+    ["autocast", (node) => (differs(node) ? pill(node.autocast) : "same")],
+    ["casts", (node) => node.cast_count, (n) => n || ""],
+    ["cast", (node) => node.cast_bytes, some], ["kept", (node) => node.saved_bytes, some],
+    ["why", why], ["your line", (node) => element("code", lineOf(node))],
+  ], places.map((i) => nodes[i]), ({ place }) => ({ "data-node": place, class: place === chosen && "chosen" }));
 }
 
 // The totals of a state without mixed precision, under autocast, and under this policy.
-function totalsTable(totals, places) {
+function totalsTable(host, totals, places) {
   const columns = ["original", "autocast", "colour"];
-  const low = (column, name) => places.reduce((n, i) => n + (styleOf(nodes[i][column]) === "low" ? (name ? nodes[i][name] ?? 0 : 1) : 0), 0);
-  const share = (column, name) => (sum(places, name) ? `${Math.round((100 * low(column, name)) / sum(places, name))} %` : "–");
-  const rows = [["operations in 16 bit", ...columns.map((c) => String(low(c)))], ["arithmetic in 16 bit", ...columns.map((c) => share(c, "flops"))]];
-  if (totals.saved_bytes !== null) rows.push(["kept for backward", ...[totals.saved_bytes_fp32, totals.saved_bytes_autocast, totals.saved_bytes].map((n) => amount(n, "B"))]);
-  return element("table", { class: "totals" }, element("thead", {}, element("tr", {}, ...["", "without fxamp", "torch.autocast", "this policy"].map((h) => element("th", { scope: "col" }, h)))),
-    element("tbody", {}, ...rows.map(([name, ...cells]) => element("tr", {}, element("th", { scope: "row" }, name), ...cells.map((c) => element("td", { class: "number" }, c))))));
+  const flops = sum(places, "flops");
+  const low = (column, weight) => shares(places, (node) => node[column], weight).low;
+  const share = (column) => (flops ? `${Math.round((100 * low(column, (node) => node.flops)) / flops)} %` : "–");
+  const rows = [["operations in 16 bit", ...columns.map((column) => low(column))],
+    ["arithmetic in 16 bit", ...columns.map(share)]];
+  const saved = [totals.saved_bytes_fp32, totals.saved_bytes_autocast, totals.saved_bytes];
+  if (totals.saved_bytes !== null) rows.push(["kept for backward", ...saved.map((n) => amount(n, "B"))]);
+  const heads = ["", "without fxamp", "torch.autocast", "this policy"];
+  longTable(host, "", heads.map((name, at) => [name, (row) => row[at]]), rows);
 }
 
-// The lines that made nodes, the costliest first.
-function costlyLines(places) {
-  const lines = new Map();
-  for (const i of places) {
-    const { file, line } = nodes[i];
-    const key = `${file}:${line}`;
-    if (!lines.has(key)) lines.set(key, { key, file, line, code: nodes[i].code, places: [] });
-    lines.get(key).places.push(i);
-  }
-  for (const line of lines.values()) [line.cast, line.saved] = [sum(line.places, "cast_bytes"), sum(line.places, "saved_bytes")];
-  return [...lines.values()].sort((a, b) => b.cast - a.cast || b.saved - a.saved);
-}
-
-function sourceTab(ranks, files, state, places, choose) {
-  const lines = costlyLines(places);
-  const most = Math.max(1, ...lines.map((line) => line.cast));
-  const known = places.some((i) => nodes[i].bytes !== null);
-  const go = (key) => {
-    const find = () => files.querySelector(`[data-line="${CSS.escape(key)}"]`);
+// The lines that made nodes, those first whose casts move most, and the files that they are in.
+function sourceTab(ranks, files, state, places) {
+  const found = Map.groupBy(places.filter((i) => nodes[i].file), (i) => lineOf(nodes[i]));
+  const lines = [...found].map(([key, made]) => {
+    const { file, code } = nodes[made[0]];
+    return { key, file, code, places: made, cast: sum(made, "cast_bytes"), saved: sum(made, "saved_bytes") };
+  });
+  const cast = state.output_bytes;
+  const outputs = { file: "(outputs)", code: "casts of what the model returns", places: [], cast, saved: 0 };
+  const ranked = (cast ? [...lines, outputs] : lines).sort((a, b) => b.cast - a.cast || b.saved - a.saved);
+  const go = (line) => {
+    const find = () => files.querySelector(`[data-line="${CSS.escape(line.key)}"]`);
     while (!find() && more());
-    const row = find();
-    row?.scrollIntoView({ block: "center" });
-    row?.querySelector("button")?.focus({ preventScroll: true });
+    find()?.scrollIntoView({ block: "center" });
+    find()?.querySelector("button").focus({ preventScroll: true });
+    chooseLine(line.places);
   };
-  const items = lines.filter((line) => line.file);
-  if (state.output_bytes) items.push({ key: "", file: "(outputs)", line: 0, code: "casts of what the model returns", places: [], cast: state.output_bytes, saved: 0 });
-  items.sort((a, b) => b.cast - a.cast || b.saved - a.saved);
-  const caption = known ? "Your lines, those first whose casts move most" : "Costs of lines are known only for a model that was converted with example inputs.";
-  longTable(ranks, caption, [["line", "name"], ["cast", "number"], ["kept", "number"], ["nodes", "number"]], items, (line) => element("tr", {},
-    element("th", { scope: "row", class: "name" }, line.key ? element("button", { type: "button", class: "link", onclick: () => (go(line.key), choose(line.places)) }, `${line.file}:${line.line}`) : line.file, element("code", {}, line.code)),
-    element("td", { class: "number" }, mega(line.cast)), element("td", { class: "number" }, mega(line.saved)), element("td", { class: "number" }, line.places.length || "")));
-  const byKey = new Map(lines.map((line) => [line.key, line]));
-  const costs = new Map(Object.keys(data.files).map((file) => [file, 0]));
-  for (const line of lines) costs.set(line.file, (costs.get(line.file) || 0) + line.cast + line.saved / 1e3);
-  const all = Object.keys(data.files).sort((a, b) => costs.get(b) - costs.get(a)).flatMap((file) => [
-    () => element("h3", {}, file), ...data.files[file].map(([number, code], at, found) => () => sourceLine(byKey.get(`${file}:${number}`), number, code, at && found[at - 1][0] !== number - 1, most, choose)),
+  const caption = costsKnown(places) ? "Your lines, those first whose casts move most"
+    : "Costs of lines are known only for a model that was converted with example inputs.";
+  const named = (line) => (line.key ? button("link", () => go(line), line.key) : line.file);
+  longTable(ranks, caption, [
+    ["line", (line) => [named(line), element("code", line.code)]],
+    ["cast", (line) => line.cast, some], ["kept", (line) => line.saved, some],
+    ["nodes", (line) => line.places.length, (n) => n || ""],
+  ], ranked);
+  const byLine = new Map(lines.map((line) => [line.key, line]));
+  const most = Math.max(1, ...lines.map((line) => line.cast));
+  const cost = (file) => total(lines.filter((line) => line.file === file), (line) => line.cast + line.saved / 1e3);
+  const costs = new Map(Object.keys(data.files).map((file) => [file, cost(file)]));
+  const all = [...costs.keys()].sort((a, b) => costs.get(b) - costs.get(a)).flatMap((file) => [
+    () => element("h3", file),
+    ...data.files[file].map(([number, code], at, shown) => () => (
+      sourceLine(byLine.get(`${file}:${number}`), number, code, at && shown[at - 1][0] !== number - 1, most))),
   ]);
   files.replaceChildren();
   const more = lazily(files, files, all, (make) => make());
 }
 
-function sourceLine(line, number, code, gap, most, choose) {
-  const share = (style) => line.places.filter((i) => styleOf(nodes[i].colour) === style).length / line.places.length;
-  const bar = element("span", { class: "margin" });
-  if (line) {
-    for (const style of ["low", "fp32", "other"]) {
-      const part = element("i", { class: style });
-      part.style.height = `${100 * share(style)}%`;
-      bar.append(part);
-    }
-  }
-  const heat = element("span", { class: "heat" });
-  if (line) heat.style.width = `${Math.round(56 * Math.sqrt(line.cast / most))}px`;
-  const words = line ? `${counted(line.places.length, "node")}, ${amount(line.cast, "B")} cast, ${amount(line.saved, "B")} kept` : "";
-  const said = element("span", { class: "cost", title: words }, heat, element("span", {}, line ? mega(line.cast) : ""));
-  return element("div", { class: `row${line ? " made" : ""}${gap ? " gap" : ""}`, "data-line": line ? line.key : null },
-    line ? element("button", { type: "button", class: "number", title: words, onclick: () => choose(line.places) }, number) : element("span", { class: "number" }, number),
-    bar, said, element("code", {}, code));
+function sourceLine(line, number, code, gap, most) {
+  const row = gap ? "div.row.gap" : "div.row";
+  const margin = ["span.number", "span.margin", "span.cost"];
+  if (!line) return element(row, ...margin.map((part, i) => element(part, i ? "" : number)), element("code", code));
+  const counts = counted(line.places.length, "node");
+  const title = `${counts}, ${amount(line.cast, "B")} cast, ${amount(line.saved, "B")} kept`;
+  const heat = { width: `${Math.round(56 * Math.sqrt(line.cast / most))}px` };
+  return element(`${row}.made`, { "data-line": line.key },
+    element("button.number", { title, onclick: () => chooseLine(line.places) }, number),
+    bar("span.margin", "height", shares(line.places), line.places.length),
+    element("span.cost", { title }, element("span.heat", { style: heat }), element("span", some(line.cast))),
+    element("code", code));
 }
 
 // What ran in one step, beside what was planned.
-function censusTab(host, table, found, link) {
-  const said = (title, lines, none) => [element("h2", {}, title), lines.length ? element("ul", {}, ...lines.map((line) => element("li", {}, line))) : element("p", {}, none)];
-  const share = found.share === null ? "There is no plan to compare with." : `${percent(100 * found.share)} of the arithmetic ran as planned.`;
-  host.replaceChildren(element("p", { id: "share" }, `One step: ${share} ${counted(found.casts.count, "cast")} moved ${amount(found.casts.bytes, "B")}.`),
-    ...said("What did not run as planned", found.differences.map((d) => d.text), "Nothing."), ...(found.notes.length ? said("Notes", found.notes, "") : []));
-  longTable(table, "What ran, most arithmetic first", [["where", "name"], ["when", ""], ["operation", ""], ["ran in", ""], ["times", "number"], ["arithmetic", "number"], ["moved", "number"], ["cast", "number"]],
-    [...found.ran].sort((a, b) => b.flops - a.flops), (row) => element("tr", {},
-    element("th", { scope: "row", class: "name" }, row.graph >= 0 && byKey.has(row.where) ? link(byKey.get(row.where)) : row.where),
-    ...[row.phase, row.op].map((word) => element("td", {}, word)), element("td", {}, ...[...new Set(row.operands.concat(row.results))].map(pill)),
-    ...[row.count, row.flops ? amount(row.flops, "FLOPs") : "", mega(row.bytes), mega(row.cast_bytes)].map((number) => element("td", { class: "number" }, number))));
+function censusTab(host, table, { share, casts, differences, notes, ran }) {
+  const planned = share === null ? "There is no plan to compare with."
+    : `${percent(100 * share)} of the arithmetic ran as planned.`;
+  const said = `One step: ${planned} ${counted(casts.count, "cast")} moved ${amount(casts.bytes, "B")}.`;
+  host.replaceChildren(element("p", { id: "share" }, said), element("h2", "What did not run as planned"),
+    list("ul", differences, (one) => one.text) || element("p", "Nothing."),
+    ...(notes.length ? [element("h2", "Notes"), list("ul", notes)] : []));
+  const nodeOf = ({ graph, where }) => (graph < 0 ? undefined : byKey.get(keyOf({ graph, key: where })));
+  longTable(table, "What ran, most arithmetic first", [
+    ["where", (row) => (nodeOf(row) === undefined ? row.where : link(nodeOf(row)))],
+    ["when", (row) => row.phase], ["operation", (row) => row.op],
+    ["ran in", (row) => [...new Set([...row.operands, ...row.results])].map((dtype) => pill(dtype))],
+    ["times", (row) => row.count, (n) => n],
+    ["arithmetic", (row) => row.flops, (n) => some(n, "FLOPs")],
+    ["moved", (row) => row.bytes, some], ["cast", (row) => row.cast_bytes, some],
+  ], ran.toSorted((a, b) => b.flops - a.flops));
 }
