@@ -89,7 +89,7 @@ def test_a_page_is_well_formed_and_asks_for_nothing() -> None:
 def test_its_script_is_ours_and_short() -> None:
     lines = [line.strip() for name in SCRIPTS for line in TEMPLATES.joinpath(name).read_text().splitlines()]
     assert sum(bool(line) and not line.startswith("//") for line in lines) <= 1_200
-    assert max(map(len, lines)) <= 300
+    assert max(map(len, lines)) <= 120
 
 
 def test_a_page_holds_every_node_with_what_it_reads_and_why(record: Record) -> None:
