@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxamp
 from tests.support.front_ends import FRESH
-from tests.support.helpers import Layers, in_turns
+from tests.support.helpers import OLD_DYNAMO, Layers, in_turns
 
 pytestmark = FRESH
 Forward: TypeAlias = Callable[..., Any]
@@ -214,6 +214,8 @@ def error(got: Tensor, exact: Tensor) -> float:
 
 @pytest.mark.parametrize(("program", "level"), in_turns(PROGRAMS, ["O1", "O2", "O3", "O0"]))
 def test_what_is_written_is_read(program: Forward, level: str) -> None:
+    if program in (shared_body, shared_body_on_low) and OLD_DYNAMO:
+        pytest.skip("torch.compile alone raises for a nested region")
     torch.manual_seed(0)
     layers = {name: nn.Linear(16, 16) for name in "abc"}
     model, x = Layers(program, **layers, counter=torch.zeros(16)), torch.randn(4, 16)

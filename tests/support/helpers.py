@@ -20,6 +20,9 @@ from passes.ops.rules import RULES, is_of_this_torch
 # Rows of ops that this release of torch does not have, or not on a list.
 OTHER_RELEASES = {row.name for row in RULES.values() if not is_of_this_torch(row)}
 
+# The Dynamo of torch 2.11 fails on some code that later ones trace, and leaves other code to Python.
+OLD_DYNAMO = torch.__version__ < "2.13"
+
 
 class Layers(nn.Module):
     """A model of a forward and what that reads: layers, parameters, other tensors, which are buffers, and the rest."""

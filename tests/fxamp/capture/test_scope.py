@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fxamp
 from tests.support.front_ends import FRESH
-from tests.support.helpers import example
+from tests.support.helpers import OLD_DYNAMO, example
 
 pytestmark = FRESH
 
@@ -206,7 +206,8 @@ def test_what_moves_shards_follows_its_operand(ambient: bool, tmp_path: Path) ->
             got = module(x)
         assert torch.equal(got.float(), expected.float())
         found = {d.op: (d.colour, d.kind) for d in fxamp.plan_of(module).decisions}
-        assert found["redistribute"] == found["to_local"] == ("bfloat16", "follow")
+        if not OLD_DYNAMO:  # whose ops have no names of their own, and keep FP32
+            assert found["redistribute"] == found["to_local"] == ("bfloat16", "follow")
         got.sum().backward()
     finally:
         torch.distributed.destroy_process_group()

@@ -281,6 +281,7 @@ def test_stepped_is_always_a_bool() -> None:
     assert len(repr(result).splitlines()) == 1
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 def test_a_profile_shows_the_parts_of_a_step() -> None:
     model = converted(BF16)
     step = TrainStep(model, loss_times, sgd(model))

@@ -521,7 +521,8 @@ def recompile_limit() -> Any:
 
     model = Many()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fxamp.view.function.LIMIT", 2)
+        for part in ("function", "runner"):
+            patch.setattr(f"fxamp.view.{part}.LIMIT", 2)
         view = view_of(model, check=False)
         for n in range(4):
             model.n = n

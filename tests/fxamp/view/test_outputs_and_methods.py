@@ -98,9 +98,10 @@ class Deep(nn.Module):
 
 def test_calls_beyond_the_recompile_limit_are_autocasts(caplog: pytest.LogCaptureFixture) -> None:
     model, x = Deep(), example()
-    module = compiled(model, dynamic=False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fxamp.view.function.LIMIT", 2)
+        for part in ("function", "runner"):
+            patch.setattr(f"fxamp.view.{part}.LIMIT", 2)
+        module = compiled(model, dynamic=False)
         for model.steps in range(1, 6):
             assert torch.equal(module(x), autocast(model, x).float())
     assert any("recompile limit" in n and "under autocast" in n for n in fxamp.plan_of(module).notes)
