@@ -113,7 +113,7 @@ class _Search:
         as_measured = _MARGIN if tolerance == AUTOCAST else 1.0
         within = [
             e for e in errors.values()
-            if max(e.per_parameter * as_measured, predicted.get(e.policy, 0.0) * _MARGIN) <= limit
+            if max(e.per_parameter * as_measured, predicted.get(e.policy, e.per_parameter) * _MARGIN) <= limit
         ]  # fmt: skip
         if tolerance == AUTOCAST:
             exact = (errors[name] for name in self._exact)  # but for deviations: taken where none casts less
