@@ -149,7 +149,8 @@ def _named(simulation: Simulation, colours: Colours) -> Colours:
     readers: each casts its own.
     """
     named, policy = dict(colours), simulation.policy
-    grad = requires_grad(simulation.graph) if policy.keeps_sums else frozenset()
+    sums = policy.level.is_autocasts and policy.sharing.endswith("storage")
+    grad = requires_grad(simulation.graph) if sums else frozenset()
     for node, colouring in colours.items():
         row, why = row_of(node), colouring.reason
         if note_of(node).fused and not row.commutes:

@@ -132,10 +132,9 @@ def _what_is_cast(cast: Node) -> tuple[Any, ...]:
 
 def _is_plain(node: Node) -> bool:
     """Say whether a node is a cast, inserted or the author's, that does nothing but give a value a dtype."""
-    if is_inserted(node):
-        return True
+    named = row_of(node).is_cast and literal_dtype(node) is not None
     others = (*node.args[1:], *node.kwargs.values())
-    return row_of(node).is_cast and literal_dtype(node) is not None and all(isinstance(a, torch.dtype) for a in others)
+    return is_inserted(node) or (named and all(isinstance(a, torch.dtype) for a in others))
 
 
 def _is_lent(cast: Node, assignment: Assignment, aliases: Aliases) -> bool:
@@ -144,8 +143,7 @@ def _is_lent(cast: Node, assignment: Assignment, aliases: Aliases) -> bool:
     An author's cast that does nothing makes no copy; and its result may be written, in the graph or, where it leaves,
     by who called the model. If the cast did nothing in the model itself, all of these are one tensor there too.
     """
-    value: Any = cast.args[0]
-    dtype = literal_dtype(cast)
+    value, dtype = cast.all_input_nodes[0], literal_dtype(cast)
     if aliases.is_mutated(cast) or assignment.dtypes[value] == dtype:
         return False
     if is_inserted(cast) or assignment.original[value] == dtype:

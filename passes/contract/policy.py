@@ -202,11 +202,6 @@ class Policy:
         """
         return self.share_casts or ("always" if self.level.stores_low else "large storage")
 
-    @property
-    def keeps_sums(self) -> bool:
-        """Whether gradients of a value with several readers are summed as autocast sums them."""
-        return self.level.is_autocasts and self.sharing.endswith("storage")
-
     def __str__(self) -> str:
         """Write the string form that `parse` reads; settings at their default are left out."""
         default, parts = Policy(), [str(self.level)]

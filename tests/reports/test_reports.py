@@ -380,11 +380,13 @@ def test_the_models_of_the_readme_are_predicted_as_it_says() -> None:
     data = json.loads((REPORTS / "error.json").read_text(encoding="utf-8"))
     rows = [r for key, found in data["rows"].items() if key.startswith("bf16") for r in found]
     told = re.search(
-        r"on each of \[(\d+) models\].* the error of the loss within a factor of (\d)\.",
+        r"on each of \[(\d+) models\].* that of the loss within a factor of (\d)\..* up to (\d+) % fewer casts",
         " ".join((REPORTS.parent / "README.md").read_text(encoding="utf-8").split()),
     )
     assert told is not None
-    models, factor = map(int, told.groups())
+    models, factor, fewer = map(int, told.groups())
+    tuned = [found[0] for key, found in data["rows"].items() if key.startswith("tune 1.0")]
+    assert int(100 * max(1 - row["tuned"][1] / row["autocast"][1] for row in tuned)) == fewer
     assert len({r["model"] for r in rows}) == models
     assert all(
         1 / factor <= ratio <= factor for ratio in error.ratios([r for r in rows if not error.at_floor(r)], "loss")
