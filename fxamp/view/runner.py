@@ -293,14 +293,16 @@ class Runner:
     def _traced(self, function: Function, call: Call) -> tuple[Function, Any]:
         """Call a compiled function; if Dynamo cannot trace the model, trace it with fixed sizes, or without autocast.
 
-        This is done only as long as nothing of the model has run, so that its code runs once. What fails under autocast
-        alone, because autocast mixes dtypes, is then captured without it, and the compiler has the dtypes agree.
+        This is done only as long as nothing of the model has run, so that its code runs once. An inner compiler that
+        fails gets fixed sizes too. What fails under autocast alone, because autocast mixes dtypes, is then captured
+        without it, and the compiler has the dtypes agree.
         """
         marked = _mark_batch(call) if self._marks else []
         try:
             return function, self._called(function, call)
         except dynamo_errors().TorchDynamoException as e:
-            if call.ran or isinstance(e, (dynamo_errors().BackendCompilerFailed, torch.OutOfMemoryError)):
+            by_compiler = isinstance(e, dynamo_errors().BackendCompilerFailed)
+            if call.ran or isinstance(e, torch.OutOfMemoryError) or (by_compiler and not marked):
                 raise
             first = e
         finally:
@@ -310,7 +312,7 @@ class Runner:
             found = function, self._called(function, call)
             self._marks = False
             return found
-        if call.ran or not self.policy.level.rounds or not self.traces_autocast:
+        if call.ran or by_compiler or not self.policy.level.rounds or not self.traces_autocast:
             raise first
         self._marks = self.traces_autocast = False
         try:

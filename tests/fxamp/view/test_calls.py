@@ -377,3 +377,37 @@ def test_gradients_arrive_at_the_model(inner: str) -> None:
     for ours, parameter in zip(got, model.parameters(), strict=True):
         theirs: Any = parameter.grad
         assert (ours - theirs).norm() <= 0.03 * theirs.norm()
+
+
+def test_a_compiler_that_fails_on_sizes_that_are_symbols_gets_fixed_ones() -> None:
+    """Inductor fails so on Mamba, whose batch of two torch.compile alone takes for fixed at first."""
+    tried: list[bool] = []
+
+    def compiler(gm: Any, example_inputs: list[Any]) -> Any:
+        symbols = any(isinstance(v, torch.SymInt) for v in example_inputs)
+        tried.append(symbols)
+        if symbols:
+            raise TypeError("cannot determine truth value of Relational")
+        return gm
+
+    net, x = Net(), example()
+    view = fxamp.compile(net, policy="O1,dtype=bf16", backend=compiler)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = net(x).float()
+    assert torch.equal(view(x), expected)
+    assert torch.equal(view(x), expected)
+    assert tried == [True, False]
+    assert len(fxamp.graphs(view)) == 1
+
+
+def test_a_compiler_that_fails_on_fixed_sizes_too_says_so_itself() -> None:
+    tried: list[bool] = []
+
+    def compiler(gm: Any, example_inputs: list[Any]) -> Any:
+        tried.append(any(isinstance(v, torch.SymInt) for v in example_inputs))
+        raise TypeError("no kernel here")
+
+    view = fxamp.compile(Net(), policy="O1,dtype=bf16", backend=compiler)
+    with pytest.raises(Exception, match="no kernel here"):
+        view(example())
+    assert tried == [True, False]
