@@ -93,7 +93,7 @@ def to_markdown(data: dict[str, Any]) -> str:
     parts = [
         "# Random programs\n\n"
         f"Written by `reports/programs.py` on a CPU, torch {data['torch']}: {data['programs']} programs from\n"
-        f"the seeds 0 to {data['last']}, of which {data['current']} with the present version of the code, in\n"
+        f"seeds up to {data['last']}, of which {data['current']} with the present version of the code, in\n"
         f"{data['hours']:.1f} hours of processor time. Each program is a model of 3 to 14 random lines: products,\n"
         "casts of every spelling, reads of dtypes, views, in-place writes, buffers, autocast regions, checkpoints,\n"
         "branches on shapes and dtypes, shared and frozen weights. `view` is `fxamp.convert` of the model, `graph`\n"
