@@ -20,7 +20,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 import fxamp
-from fxamp.trust.preserved import fresh, preserved
+from fxamp.trust.preserved import fresh, preserved, same_attributes
 from passes._torch import pytree
 from passes.contract.errors import FxampError, NotFaithfulError, VerificationError
 from passes.contract.policy import Policy
@@ -129,7 +129,7 @@ def quiet() -> Iterator[None]:
 
 def exported(found: Called) -> ExportedProgram:
     """Export a model in its present mode, for the sizes of its inputs."""
-    with preserved(found.model), quiet():
+    with same_attributes(found.model), preserved(found.model), quiet():  # a buffer that forward makes is a fake one
         return torch.export.export(found.model, found.args, found.kwargs, strict=False)
 
 
