@@ -308,9 +308,11 @@ class Runner:
         finally:
             for tensor in marked:
                 unmark_batch(tensor)
-        with contextlib.suppress(dynamo_errors().TorchDynamoException):
+        fixed = {"automatic_dynamic_shapes": False} if by_compiler else {}  # Dynamo knows sizes of other models' code
+        with contextlib.suppress(dynamo_errors().TorchDynamoException), dynamo_settings(fixed):
             found = function, self._called(function, call)
             self._marks = False
+            self._settings.update(fixed)
             return found
         if call.ran or by_compiler or not self.policy.level.rounds or not self.traces_autocast:
             raise first

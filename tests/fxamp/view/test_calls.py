@@ -398,6 +398,8 @@ def test_a_compiler_that_fails_on_sizes_that_are_symbols_gets_fixed_ones() -> No
     assert torch.equal(view(x), expected)
     assert tried == [True, False]
     assert len(fxamp.graphs(view)) == 1
+    assert view(example(6)).shape == (6, 8)
+    assert tried == [True, False, False]
 
 
 def test_a_compiler_that_fails_on_fixed_sizes_too_says_so_itself() -> None:
