@@ -93,9 +93,9 @@ def take_step(end: AtEnd) -> Update:
 def _found_inf(end: AtEnd, norm: Tensor) -> bool | Tensor:
     """Say whether a gradient is not finite: on the device, or where Python decides from their norm, with one read.
 
-    All gradients are finite if their norm is. On a CPU that takes a twentieth of the time of a check of its own.
+    All gradients are finite if their norm is, and a norm on a CPU can be read without waiting.
     """
-    read = any(waits(optimizer) or _begins_undefined(optimizer) for optimizer in end.optimizers)
+    read = _is_on_host(norm) or any(waits(o) or _begins_undefined(o) for o in end.optimizers)
     if read and end.nothing_kept is None and not end.ranks.decide_apart:
         return not bool(norm.isfinite()) and bool(holds_inf_or_nan(gradients(end.optimizers)))
     found = holds_inf_or_nan(gradients(end.optimizers))
@@ -150,7 +150,11 @@ def _keeps_state_on_device(optimizer: Optimizer) -> bool:
     """Say whether neither parameters nor state are on the host, where optimizers count their steps by default."""
     if type(optimizer) is not SGD and not all(group.get("capturable") for group in optimizer.param_groups):
         return False
-    return all(p.device.type != "cpu" for p in parameters(optimizer))
+    return not any(map(_is_on_host, parameters(optimizer)))
+
+
+def _is_on_host(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
 
 
 def _step_scaled(scaler: LossScaler, optimizer: Optimizer, followed: bool) -> HeldBack:

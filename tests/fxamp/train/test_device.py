@@ -37,6 +37,19 @@ class Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Passes(TorchDispatchMode):
+    """Keeps the names of ops that look at all gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(word in str(func) for word in ("norm", "aminmax", "isfinite", "non_finite")):
+            self.ops.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
 def loss_times(output: Tensor, factor: float = 1.0) -> Tensor:
     return output.square().mean() * factor
 
@@ -90,6 +103,12 @@ def test_five_steps_of_a_fused_optimizer_under_loss_scaling_read_nothing(
     assert [e.scale for e in step.scaler.history] == [8.0, 8.0, 8.0, 4.0, 4.0]
 
 
+@pytest.fixture
+def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fxamp.train.update._is_on_host", lambda tensor: False)
+
+
+@pytest.mark.usefixtures("as_on_a_device")
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_without_loss_scaling_a_fused_optimizer_reads_nothing(clip: float | None) -> None:
     step = make_step(fused_adamw, max_grad_norm=clip)
@@ -98,6 +117,19 @@ def test_without_loss_scaling_a_fused_optimizer_reads_nothing(clip: float | None
     assert reads.count == 0
     assert step.waits == ()
     assert all(r.stepped for r in results)
+
+
+def test_on_a_cpu_clipping_passes_over_gradients_as_often_as_by_hand() -> None:
+    step = make_step(fused_adamw, max_grad_norm=1.0)
+    step(X)
+    with Passes() as passes:
+        assert step(X).stepped
+    ours, passes.ops = passes.ops, []
+    loss_times(step.model(X)).backward()
+    with passes:
+        nn.utils.clip_grad_norm_(step.model.parameters(), 1.0)
+    assert passes.ops
+    assert sorted(ours) == sorted(passes.ops)
 
 
 def test_bf16_reads_nothing_with_an_ordinary_optimizer_scheduler_and_average() -> None:
@@ -130,6 +162,7 @@ def test_where_python_decides_a_window_waits_once_and_says_why(optimizer: Any, s
     assert reads.count == (3 if "ema" in settings else 1)
 
 
+@pytest.mark.usefixtures("as_on_a_device")
 @pytest.mark.parametrize("settings", [{"scaler": 8.0}, {"scaler": 8.0, "max_grad_norm": 1.0}, {"max_grad_norm": 1.0}])
 def test_what_a_scheduler_follows_is_on_its_way_to_the_host_before_the_optimizer_steps(
     settings: Any, monkeypatch: pytest.MonkeyPatch
