@@ -39,7 +39,7 @@ import fxamp  # noqa: E402  (the path comes first)
 from fxamp.measure.counts import StepCounts, last_loss, step_counts, window_counts  # noqa: E402
 from fxamp.train.weights import WeightCasts  # noqa: E402
 from reports.made import made, write  # noqa: E402
-from reports.timing import Timing, interleaved  # noqa: E402
+from reports.timing import Timing, interleaved, keep_freed_memory  # noqa: E402
 
 Inputs = dict[str, Tensor]
 FP32, AUTOCAST, ALL_LOW = "FP32", "torch.autocast", "all low"
@@ -224,7 +224,12 @@ def _train_step(module: nn.Module, inputs: Inputs, weights: Any, clip: float | N
     step = fxamp.TrainStep(
         module, None, _adamw(module), scaler=None, accumulate_steps=WINDOW, weights=weights, max_grad_norm=clip
     )
-    return lambda: [step(inputs) for _ in range(WINDOW)]
+
+    def window() -> None:  # as by hand, nobody keeps what a micro-batch returned
+        for _ in range(WINDOW):
+            step(inputs)
+
+    return window
 
 
 def _loss(module: nn.Module, inputs: Inputs, device: str, low: torch.dtype, *, autocast: bool) -> Callable[[], Tensor]:
@@ -280,7 +285,8 @@ def to_markdown(rows: Sequence[Row], machine: str) -> str:
     )  # fmt: skip
     times = (
         f" Times are of windows of\n{WINDOW}; the variants take turns, and each is compared with autocast in the same "
-        "round.\n± is half of the 95 % interval of the median of these ratios."
+        "round.\n± is half of the 95 % interval of the median of these ratios. glibc keeps what is freed (mallopt), so "
+        "that page faults,\nwhich depend on the variant that ran before, are no part of the times."
     )
     parts = [f"## {title}\n\n{sized}\n" for title, quantity in QUANTITIES.items() if (sized := by_size(rows, quantity))]
     return (
@@ -377,4 +383,5 @@ def _row(counts: dict[str, int] | None, **others: Any) -> Row:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()
     main()
