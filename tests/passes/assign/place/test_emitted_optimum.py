@@ -228,12 +228,11 @@ def judged(seed: int, level: str = "O2") -> Result | None:
     return Result(plain[found.chosen], plain[best], costs[found.chosen] - min(costs.values()), mixed)
 
 
-MODES = ["always", "weights", "never"]
 # How many seeds are tried, of which more than 200 give a graph of at most MOST free nodes.
-TRIED = {"always": 260, "weights": 213, "never": 213}
+TRIED = {"always": 260, "weights": 213, "never": 213, "large storage": 213, "storage": 213}
 
 
-@pytest.mark.parametrize("mode", [*MODES, "storage"])
+@pytest.mark.parametrize("mode", TRIED)
 def test_the_cut_moves_what_the_best_placement_moves(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Policy, "sharing", mode)
     monkeypatch.setattr(sys.modules[__name__], "MOST", 6)  # free nodes: each more doubles the placements
@@ -243,7 +242,7 @@ def test_the_cut_moves_what_the_best_placement_moves(mode: str, monkeypatch: pyt
 
 
 @pytest.mark.trial
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", TRIED)
 def test_in_200_graphs_nothing_but_named_preferences_moves_more(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Policy, "sharing", mode)
     results = {str(seed): r for seed in range(TRIED[mode]) if (r := judged(seed)) is not None}
