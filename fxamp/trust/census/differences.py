@@ -23,6 +23,7 @@ from ...capture import recompile_limit
 from ..watch import Place, Seen, Sum, Watch
 from .rows import Ledger, is_cast, planned_dtypes
 
+_ATTENTION = "scaled_dot_product_attention"
 _LOW = tuple(map(dtype_name, LOW_DTYPES))
 
 
@@ -117,7 +118,7 @@ def of_products(watch: Watch, ledgers: Sequence[Ledger]) -> tuple[list[Differenc
 
     Returns:
         Those that differ; and those inside an op of torch's that casts its operands itself, as attention with dropout
-        does on a CPU: what it reads and gives is as planned.
+        does on a CPU: what it reads and gives is as planned. In a compiled graph these are its batched products.
     """
     differ: list[Difference] = []
     inside: list[Difference] = []
@@ -129,13 +130,16 @@ def of_products(watch: Watch, ledgers: Sequence[Ledger]) -> tuple[list[Differenc
         ledger = ledgers[place.graph]
         planned = _planned_colours(place, ledger)
         if planned and seen.dtype not in planned:
-            where = ledger.key(place.where) if place.kind == "node" else f"graph {place.graph}"
+            attends = seen.op in ("bmm", "baddbmm") and any(d.op == _ATTENTION for d in ledger.decisions.values())
+            graph = f"attention of graph {place.graph}" if attends else f"graph {place.graph}"
+            where = ledger.key(place.where) if place.kind == "node" else graph
             how = "backward" if place.backward else "forward"
             found = Difference(
                 "dtype", where, " or ".join(sorted(planned)), seen.dtype,
                 f"{seen.op} in {how}", place.graph, total.flops,
             )  # fmt: skip
-            (inside if place.kind == "node" and place in casting else differ).append(found)
+            casts = place in casting if place.kind == "node" else attends
+            (inside if casts else differ).append(found)
     return differ, inside
 
 

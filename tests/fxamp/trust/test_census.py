@@ -658,6 +658,21 @@ def test_attention_that_reads_its_statistics_in_fp32_runs_as_planned() -> None:
     assert any("attention" in row.op and row.phase == "backward" for row in found.ran)
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_attention_that_casts_inside_runs_as_planned_and_says_so(backend: str) -> None:
+    """With dropout, attention on a CPU computes its products in FP32, and a compiler decomposes it."""
+
+    class Attention(Net):
+        def between(self, x: Tensor) -> Tensor:
+            q = x.view(6, 2, 2, 4)
+            return nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=0.1).reshape(6, 16)
+
+    view = fxamp.convert(Attention(), policy="O2,dtype=bf16,output_dtype=autocast", backend=backend)
+    found = fxamp.census(view, X, loss=lambda out: out.float().square().mean())
+    assert found, said(found)
+    assert any("attention" in n and "casts inside and computes products in float32" in n for n in found.notes)
+
+
 def test_a_plan_is_not_read_aloud() -> None:
     """Without a change the graphs of the two tests above run as planned."""
     assert changed(lambda graph: None)
