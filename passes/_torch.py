@@ -53,6 +53,7 @@ without_modes = _disable_current_modes  # inside a trace too tensors are then re
 is_traced_by_fx = torch.fx._symbolic_trace.is_fx_symbolic_tracing  # whether `torch.fx.symbolic_trace` is running
 is_traced_by_jit: Any = torch.jit.is_tracing  # type: ignore[attr-defined]  # whether `torch.jit.trace` is running
 SET_GRAD = torch._C._set_grad_enabled  # what `set_grad_enabled` is in an exported graph
+INFERENCE = torch.autograd.grad_mode._enter_inference_mode, torch.autograd.grad_mode._exit_inference_mode  # in a graph
 DATA_OF = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]  # what `tensor.data` is in a graph of Dynamo
 VF = torch._VF  # the kernels of recurrent layers
 safe_softmax = torch.ops.aten._safe_softmax.default  # 0, as in attention, for a row of -inf; `torch.softmax` gives NaN

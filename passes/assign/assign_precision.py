@@ -145,8 +145,7 @@ def _false_claims(simulation: Simulation) -> tuple[str, ...]:
 def _named(simulation: Simulation, colours: Colours) -> Colours:
     """Return the decisions with the ops named that autocast's own kernels or sums differ from, and with ranges.
 
-    The ops are those that eager evaluation runs in a fused kernel, and checkpoints that read a weight with other
-    readers: each casts its own.
+    Eager evaluation fuses ops, a checkpoint casts a weight again, and autocast an input for each direction of an LSTM.
     """
     named, policy = dict(colours), simulation.policy
     sums = policy.level.is_autocasts and policy.sharing.endswith("storage")
@@ -157,6 +156,9 @@ def _named(simulation: Simulation, colours: Colours) -> Colours:
             why = Code.FASTPATH(f"a fused kernel in eager evaluation ({why})")
         if row.recomputed and any(len(n.users) > 1 and n in grad and is_leaf(n) for n in node.all_input_nodes):
             why = Code.SUM_ORDER(f"casts weights that are read elsewhere too ({why})")
+        wide = row.recurrent and (x := node.all_input_nodes[0]) in grad and simulation.dtypes[x] == torch.float32
+        if wide and ops.argument(node, "bidirectional"):
+            why = Code.SUM_ORDER(f"casts its input for both directions at once ({why})")
         kept = why.code is Code.LITERAL or (simulation.aggressive and colouring.dtype == torch.float32)
         ranges = simulation.extremes.ranges_of(node.all_input_nodes) if kept else ()
         if why is not colouring.reason or ranges:

@@ -68,12 +68,8 @@ class EliminateCasts:
 
 
 def _no_op(graph: Graph, assignment: Assignment) -> int:
-    edits = 0
-    for cast in _inserted(graph):
-        value: Any = cast.args[0]
-        if assignment.dtypes[value] == cast.args[1]:
-            edits += _replace(graph, cast, value)
-    return edits
+    casts = [c for c in _inserted(graph) if assignment.dtypes[c.all_input_nodes[0]] == c.args[1]]
+    return sum(_replace(graph, cast, cast.all_input_nodes[0]) for cast in casts)
 
 
 def _round_trip(graph: Graph, assignment: Assignment) -> int:

@@ -84,8 +84,9 @@ def _dtypes(node: Node, operands: Dtypes, assignment: Assignment) -> ValueDtype:
         return assignment.original.get(node)
     colouring = assignment.colours.get(node)
     region = colouring is not None and colouring.kind == AS_AUTOCAST
-    if node.op == "call_module" or region or ops.name(node).startswith("higher_order::"):
-        return assignment.dtypes.get(node)  # opaque: the operands are checked where they are cast
+    opaque = node.op == "call_module" or ops.name(node).startswith("higher_order::")
+    if opaque or region or "functorch" in (getattr(node.target, "__module__", None) or ""):
+        return assignment.dtypes.get(node)  # the operands are checked where they are cast
     if node.target is cast_floating:
         value, dtype = node.args
         return recast(operands[value], dtype)  # type: ignore[index, arg-type]

@@ -51,7 +51,7 @@ class Code(str, enum.Enum):
     CUT = "cut", "the minimum cut stores the value in this dtype"
     NOT_WORTH_CASTS = "not_worth_casts", "measurements say that the casts cost more time than the low dtype saves"
     FASTPATH = "fastpath", "eager evaluation runs the op inside a fused kernel, which rounds in other places"
-    SUM_ORDER = "sum_order", "gradients of a weight are summed in FP32 here, where torch.autocast sums them in 16 bits"
+    SUM_ORDER = "sum_order", "gradients of one value are summed in another dtype here than under torch.autocast"
     BODY = "body", "the op has graphs inside, which are rewritten"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from .._torch import SET_GRAD, enter_autocast, exit_autocast
+from .._torch import INFERENCE, SET_GRAD, enter_autocast, exit_autocast
 from ..contract.devices import DEVICES
 from ..runtime.regions import grad_mode
 from .notes import is_parameter, note_of
@@ -22,21 +22,21 @@ SWITCHES = (grad_mode, SET_GRAD, enter_autocast, exit_autocast)  # what switches
 
 
 def grad_modes(graph: Graph) -> dict[Node, tuple[bool | None, int]]:
-    """Return, for each node, the grad mode and the number of switches of `torch.func` transforms before it.
+    """Return, for each node, the grad mode and the number of switches of transforms and inference mode before it.
 
     Two casts may be merged only where both agree. The grad mode is True, False, or None if it is that of the caller.
     """
     mode: bool | None = None
-    transforms = 0
-    before: dict[Any, bool | None] = {}  # what a call of `grad_mode` gave
-    out: dict[Node, tuple[bool | None, int]] = {}
+    switches = 0
+    before, out = dict[Any, bool | None](), dict[Node, tuple[bool | None, int]]()
     for node in graph.nodes:
-        if node.target is grad_mode:
+        if node.target in (grad_mode, INFERENCE[0]):
             before[node] = mode
-        elif node.target is SET_GRAD:
-            mode = before.get(node.args[0]) if isinstance(node.args[0], Node) else bool(node.args[0])
-        transforms += "functorch" in (getattr(node.target, "__module__", None) or "")
-        out[node] = mode, transforms
+        if node.target in (SET_GRAD, *INFERENCE):
+            given = before.get(node.args[0]) if isinstance(node.args[0], Node) else bool(node.args[0])
+            mode = not given if node.target is INFERENCE[0] else given
+        switches += node.target in INFERENCE or "functorch" in (getattr(node.target, "__module__", None) or "")
+        out[node] = mode, switches
     return out
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+import fxamp
 from tests.support.front_ends import F32, FRESH, convert, tensors
 from tests.support.helpers import OLD_DYNAMO
 
@@ -67,3 +68,33 @@ def test_a_carried_state_keeps_its_dtype(kind: str) -> None:
             ours, eager = tuple(tensors(ours)), tuple(tensors(eager))
             assert {t.dtype for t in (got, *ours)} == {F32}
             torch.testing.assert_close((got, *ours), (expected, *eager), rtol=0.03, atol=0.03)
+
+
+class Tagger(nn.Module):
+    def __init__(self, first: nn.Module, both: bool) -> None:
+        super().__init__()
+        self.first, self.out = first, nn.Linear(16 if both else 8, 4)
+        self.cells = nn.LSTM(8, 8, bidirectional=both)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.out(self.cells(self.first(x))[0])
+        return out
+
+
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("both", [True, False])
+def test_gradients_of_an_input_of_both_directions_are_autocasts_or_named(both: bool, wide: bool) -> None:
+    """Autocast casts an FP32 input for each direction, and sums its gradients in FP32; one cast sums them low."""
+    torch.manual_seed(0)
+    model = Tagger(nn.Embedding(20, 8) if wide else nn.Linear(8, 8), both)
+    x = torch.randint(20, (6, 3)) if wide else torch.randn(6, 3, 8)
+    view, found = fxamp.convert(model, (x,), policy="O1,dtype=bf16"), []
+    for run in (view, model):
+        with torch.autocast("cpu", torch.bfloat16, enabled=run is model):
+            output = run(x)
+        output.float().square().sum().backward()
+        found.append([p.grad for p in model.parameters()])
+        model.zero_grad(set_to_none=True)
+    equal = all(map(torch.equal, *found))
+    assert equal is not (both and wide)
+    assert [d.code for d in fxamp.plan_of(view).deviations] == ([] if equal else ["sum_order"])

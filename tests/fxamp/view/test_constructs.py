@@ -53,6 +53,20 @@ def inference_region(self: Any, x: Tensor) -> Any:
     return self.m(y.clone())
 
 
+def inference_and_again(self: Any, x: Tensor) -> Any:
+    """Read a value and a weight in inference mode, and once more outside of it, where gradients flow."""
+    with torch.inference_mode():
+        y = self.l(x)
+    with torch.inference_mode(), torch.inference_mode(False):
+        z = self.m(x)
+    return self.l(x + y.clone()) + z
+
+
+def jvp_inside(self: Any, x: Tensor) -> Any:
+    made: Any = torch.func.jvp(lambda t: self.m(torch.tanh(t)), (x,), (x * 2,))
+    return made[0] + made[1]
+
+
 def autocast_on(self: Any, x: Tensor) -> Any:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = self.l(x)
@@ -331,6 +345,8 @@ CONSTRUCTS: dict[str, tuple[Build, Inputs]] = {
     "set_grad_enabled": (partial(Two, set_grad), one),
     "enable_grad": (partial(Two, enable_grad), one),
     "inference_mode": (partial(Two, inference_region), one),
+    "inference_mode and again": (partial(Two, inference_and_again), one),
+    "jvp": (partial(Two, jvp_inside), one),
     "autocast": (partial(Two, autocast_on), one),
     "checkpoint": (partial(Two, lambda self, x: checkpoint(self.m, self.l(x), use_reentrant=False)), one),
     "saved-tensor hooks": (partial(Two, saved_tensors), one),
@@ -378,8 +394,8 @@ CONSTRUCTS: dict[str, tuple[Build, Inputs]] = {
 
 # What torch.export itself refuses, loses, or computes otherwise than the model.
 NOT_EXPORTED = {
-    "inference_mode", "checkpoint", "saved-tensor hooks", "cumulative batch norm", "a branch on data", "tensor hook",
-    "y.data = v", "nn.LSTM", "a hook of a weight", *FUNCTIONS,
+    "inference_mode", "inference_mode and again", "checkpoint", "saved-tensor hooks", "cumulative batch norm",
+    "a branch on data", "tensor hook", "y.data = v", "nn.LSTM", "a hook of a weight", *FUNCTIONS,
 }  # fmt: skip
 
 
@@ -422,6 +438,32 @@ def test_a_function_of_the_author_runs_as_under_autocast(name: str) -> None:
         expected = copy.deepcopy(model)(x)
     assert torch.equal(view(x), expected.float())
     assert not fxamp.plan_of(view).deviations
+
+
+def test_what_inference_mode_reads_has_gradients_outside_of_it() -> None:
+    torch.manual_seed(0)
+    model, x = Two(inference_and_again), example()
+    view = fxamp.convert(model, (x,), policy="O1,dtype=bf16")
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(x)
+    expected.float().square().sum().backward()
+    wanted: list[Any] = [p.grad for p in model.parameters()]
+    assert all(g is not None for g in wanted)
+    model.zero_grad(set_to_none=True)
+    output = view(x)
+    assert torch.equal(output, expected.float())
+    output.square().sum().backward()
+    found: list[Any] = [p.grad for p in model.parameters()]
+    assert all(map(torch.equal, found, wanted))
+
+
+def test_a_jvp_inside_is_autocasts() -> None:
+    torch.manual_seed(0)
+    model, x = Two(lambda self, x: torch.func.jvp(lambda t: self.m(torch.tanh(t)), (x,), (x * 2,))), example()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(x)
+    got = fxamp.convert(model, policy="O1,dtype=bf16")(x)
+    assert all(torch.equal(a, b.float()) for a, b in zip(got, expected, strict=True))
 
 
 # Tensors beside the parameters, and the state of the program.
