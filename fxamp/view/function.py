@@ -102,6 +102,7 @@ class Function:
         self.stale: Callable[[], bool] | None = None
         self.called = False
         self.regions: set[Any] = set()
+        self._author = _code_of(runner.model, method)
         function = function_of(runner, method)
         self.code = function.__code__
         ours = weakref.ref(self)
@@ -120,6 +121,11 @@ class Function:
                 function, backend=fxamp, dynamic=runner.dynamic, fullgraph=runner.fullgraph, **OWN_CACHE, **limit
             )
         weakref.finalize(self, forget_compiled, self.code)  # torch would keep the graphs of code that is gone
+
+    def is_stale(self, model: nn.Module) -> bool:
+        """Say whether what was captured holds no longer; somebody may have replaced the method of the model's class."""
+        before, self._author = self._author, _code_of(model, self.method)
+        return self._author is not before or (self.stale is not None and self.stale())
 
     def clear(self) -> None:
         """Forget what was compiled, and that Dynamo gave the code up; the plan stays readable."""
@@ -192,6 +198,10 @@ class Function:
             with gm.graph.inserting_before(gm.graph.output_node()):
                 gm.graph.call_function(exit_autocast, (enter,))
         return found
+
+
+def _code_of(model: nn.Module, method: str) -> object:
+    return getattr(getattr(type(model), method or "forward", None), "__code__", None)
 
 
 def function_of(

@@ -105,7 +105,7 @@ def plan_of(runner: Runner) -> Plan:
     if not parts:
         raise CaptureError(
             f"nothing was captured yet: {type(runner.model).__name__} is captured at its first call, or when it is "
-            "converted with example inputs."
+            "converted with example inputs. If that was done, Dynamo left its code to Python; fullgraph=True says why."
         )
     plan = joined([part.plan for part in parts], [part.name for part in parts])
     first = [placed for part in parts for placed in next(iter(part.graphs.values()))]
@@ -233,6 +233,11 @@ class _Binding:
 
     def _writable(self, path: str) -> str:
         """Return the path of an attribute, under another name where torch.fx writes its own wrongly into code."""
+        if path not in self.attributes:
+            raise CaptureError(
+                f"graph {self.entry.number} reads '{path}', which {type(self.runner.model).__name__} has no more: "
+                "convert the model again."
+            )
         name = ".".join(p if is_writable(p) else f"_{_OTHER.sub('_', p)}" for p in path.split("."))
         while name != path and self.attributes.get(name, self.attributes[path]) is not self.attributes[path]:
             name += "_"

@@ -34,7 +34,7 @@ from passes.ops import ops
 from ..capture.call import Call, begin
 from ..capture.inputs import Inputs
 from ..trust.preserved import fresh, same_attributes, same_random_state
-from ..trust.tensors import same
+from ..trust.tensors import kept, same
 from .function import Captured, Entry
 from .graphs import views_in
 from .replay import place_of
@@ -82,8 +82,9 @@ def capture(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], check
         PlanError: the plan that is replayed is of another model.
         PolicyError: an override of the policy matches nothing.
     """
-    first = len(runner.entries)
-    with same_random_state(), same_attributes(runner.model), contextlib.suppress(Captured):
+    first, model = len(runner.entries), runner.model
+    # Python runs the model itself where Dynamo leaves code to it.
+    with same_random_state(), same_attributes(model), kept(model.buffers()), contextlib.suppress(Captured):
         try:
             runner(args, kwargs, does="capture")
         except (TypeError, RuntimeError) as e:

@@ -56,6 +56,7 @@ from passes.runtime.regions import ModesKeptOnError
 from ..capture import recompile_limit
 from ..capture.backend import Inner
 from ..capture.call import Call, begin, current, regions_entered
+from ..capture.compiled import runner_of
 from ..capture.inputs import device_of, resolve
 from ..capture.outputs import is_whole, low_of_its_own, restored
 from ..capture.parameters import is_only_read
@@ -81,6 +82,7 @@ class Runner:
         entries: the graphs, in the order of capture.
         opened: the copies of parameters that are open.
         override: what somebody wrote to `forward` of the view.
+        calls: how often the plan was called.
         notes: what capture and its check have to say, for the plan.
         complete: all graphs were captured, those after a graph break too.
         called: a call of the view has come to its end.
@@ -100,6 +102,7 @@ class Runner:
         self.entries: list[Entry] = []
         self.opened = Opened()
         self.override: Callable[..., Any] | None = None
+        self.calls = 0
         kept = () if replayed is None else replayed.notes
         self.notes = tuple(note for note in kept if note.startswith((Code.NOT_WORTH_CASTS.value, CERTIFICATE)))
         self.complete, self.called = True, False
@@ -207,6 +210,7 @@ class Runner:
             CaptureError: the call is inside an export or a symbolic trace, or a guard failed and that is an error.
         """
         _refuse_tracing()
+        self.calls += 1
         if args and kwargs:
             self._refuse_twice(len(args), kwargs, method)
         outer = current()
@@ -224,6 +228,18 @@ class Runner:
             if torch.autocast_decrement_nesting() == 0:
                 torch.clear_autocast_cache()
             begin(outer)
+
+    def overridden(self, args: Any, kwargs: Any) -> Any:
+        """Call what was written to the view's `forward`, and say so where that does not call the plan."""
+        before, written = self.calls, self.override
+        outputs = written(*args, **kwargs) if written is not None else None
+        if self.calls == before:
+            name = type(self.model).__name__
+            self._say(
+                "forward", logging.WARNING,
+                f"what was written to forward of a view of {name} runs without its plan: call what was there",
+            )  # fmt: skip
+        return outputs
 
     def _refuse_twice(self, places: int, kwargs: Mapping[str, Any], method: str) -> None:
         """Raise TypeError for an argument given by place and by name: Dynamo takes the name for one of `**kwargs`."""
@@ -266,7 +282,7 @@ class Runner:
                 sharded = any(type(p).__name__ == "DTensor" for p in self.model.parameters())
                 self._marks = self._marks and self.dynamic is None and not sharded
                 function = self._functions.setdefault(key, Function(self, kind, method))
-        if function.stale is not None and function.stale():
+        if function.is_stale(model):
             function.clear()
         return function
 
@@ -366,19 +382,25 @@ class Runner:
             return
         mine = any(e.state.method == function.method for e in self.entries)
         cause = self._cause(len(ran), function.expected.get(first), mine)
+        empty = cause == _NOTHING and not self._computes()
         if cause in (_UNKNOWN, _NOTHING) and (id(function), cause) not in self._healed:
             self._healed.add((id(function), cause))
             function.clear()
-            if not mine:
+            if empty:
                 return
         if cause == _DISABLED:
             function.stale = lambda: not dynamo_is_disabled()
         text = f"{type(self.model).__name__}: a call did not run its plan, but under autocast: {cause}"
         if (watch := watching()) is not None:
             watch.missed.append((self.model, cause))
-        if self.on_change == "error" and cause != _NOTHING:
+        if self.on_change == "error" and not empty:
             raise CaptureError(text)
-        self._say(cause, logging.INFO if cause == _NOTHING else logging.WARNING, text)
+        self._say(cause, logging.INFO if empty else logging.WARNING, text)
+
+    def _computes(self) -> bool:
+        """Say whether code outside of views inside the model has parameters to compute with."""
+        others = any(runner_of(module) is not None for module in self.model.modules() if module is not self.model)
+        return not others and next(self.model.parameters(), None) is not None
 
     def _cause(self, ran: int, expected: int | None, mine: bool) -> str:
         stance = dynamo_stance()

@@ -80,7 +80,7 @@ class View:
         """Run the plan."""
         runner = type(self)._fxamp_runner
         if runner.override is not None:
-            return runner.override(*args, **kwargs)
+            return runner.overridden(args, kwargs)
         return runner(args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -413,3 +413,81 @@ def test_a_compiler_that_fails_on_fixed_sizes_too_says_so_itself() -> None:
     with pytest.raises(Exception, match="no kernel here"):
         view(example())
     assert tried == [True, False]
+
+
+class Routed(nn.Module):
+    """Dynamo captures nothing of it: a size that data decides in a loop, and layers of torch's alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(4, 2), nn.ModuleList(nn.Linear(4, 2) for _ in range(2))
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.get_buffer("steps").add_(1)
+        h: Tensor = self.gate(x)
+        for i, expert in enumerate(self.experts):
+            (rows,) = torch.where(h[:, i] > 0)
+            h = h + expert(x[rows]).sum()
+        return h
+
+
+def test_a_model_of_which_nothing_is_captured_says_so_at_its_first_call(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = Routed(), torch.randn(5, 4)
+    view = fxamp.convert(model, (x,), policy="O1,dtype=bf16")
+    assert model.get_buffer("steps") == 0
+    view(x)
+    assert [r.levelno for r in caplog.records if "no op was captured" in r.message] == [logging.WARNING]
+    with pytest.raises(fxamp.CaptureError, match="fullgraph=True says why"):
+        fxamp.plan_of(view)
+    with pytest.raises(fxamp.CaptureError, match="no op was captured"):
+        fxamp.convert(model, policy="O1,dtype=bf16", on_change="error")(x)
+
+
+def test_another_forward_that_does_not_call_the_plan_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4)
+    view = fxamp.convert(model, policy="O1,dtype=bf16")
+    view.forward = lambda x: model[0](x) * 2
+    view(x)
+    assert sum("what was written to forward of a view of Sequential runs without its plan" in r.message
+               for r in caplog.records) == 1  # fmt: skip
+    caplog.clear()
+    del view.forward
+    before = view.forward
+    view.forward = lambda x: before(x) * 2
+    view(x)
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def test_another_forward_of_the_models_class_is_followed() -> None:
+    class Patched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.l = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = self.l(x)
+            return made
+
+    model, x = Patched(), torch.randn(2, 4)
+    view = fxamp.convert(model, (x,), policy="O1,dtype=bf16")
+    view(x)
+    Patched.forward = lambda self, x: self.l(x) * 7  # type: ignore[method-assign]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(view(x), model(x).float())
+
+
+def test_a_graph_that_reads_what_is_gone_is_named() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.l = nn.Linear(4, 4)
+            self.register_buffer("mask", torch.ones(4))
+
+        def forward(self, x: Tensor) -> Any:
+            return self.l(x) * self.mask if hasattr(self, "mask") else self.l(x)
+
+    view = fxamp.convert(Masked(), (torch.randn(2, 4),), policy="O1,dtype=bf16")
+    del view.mask
+    with pytest.raises(fxamp.CaptureError, match="graph 0 reads 'mask', which Masked has no more"):
+        fxamp.graphs(view)
