@@ -331,10 +331,10 @@ class LossScaler(torch.amp.GradScaler):
         """Return a flag of one element for each optimizer and device: 1 if an unscaled gradient is not finite."""
         return _found_infs([self._per_optimizer_states[id(o)] for o in optimizers]) if self._enabled else []
 
-    def _join_found_inf(self, optimizers: Sequence[Optimizer]) -> None:
-        """Make all of these optimizers, whose gradients are unscaled, skip their step if one has to."""
+    def _join_found_inf(self, optimizers: Sequence[Optimizer], also: Sequence[torch.Tensor] = ()) -> None:
+        """Make all of these optimizers, whose gradients are unscaled, skip their step if one has to, or a flag says."""
         founds = self._found_infs_of(optimizers)
-        together = _together(founds)
+        together = _together([*founds, *also])
         for found in founds:
             found.copy_(together)
 

@@ -79,6 +79,8 @@ class TrainState:
             raise NotAModuleError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if loss_fn is not None and (not callable(loss_fn) or isinstance(loss_fn, Optimizer)):
             raise PolicyError(f"loss_fn must be callable, or None for the output's .loss, got {type(loss_fn).__name__}")
+        if on_gradients is not None and not callable(on_gradients):
+            raise PolicyError(f"on_gradients must be callable, got {type(on_gradients).__name__}")
         require_count("accumulate_steps", accumulate_steps)
         require_count("max_skips", max_skips)
         if max_grad_norm is not None:

@@ -71,7 +71,9 @@ def take_step(end: AtEnd) -> Update:
     if end.max_grad_norm is not None:
         grad_norm = total_norm(gradients(end.optimizers))
         if scaler.is_enabled():
-            scaler._join_found_inf(end.optimizers)
+            # The scaler looked at gradients before they could be changed.
+            changed = [] if end.on_gradients is None else [holds_inf_or_nan(gradients(end.optimizers))]
+            scaler._join_found_inf(end.optimizers, changed)
         else:
             found_inf = _found_inf(end, grad_norm)
         clip(live(end.optimizers), end.max_grad_norm, grad_norm)

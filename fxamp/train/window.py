@@ -77,6 +77,7 @@ def first_with_gradient(optimizers: Iterable[Optimizer]) -> Tensor | None:
 def holds_inf_or_nan(tensors: list[Tensor]) -> Tensor:
     """Return 1.0 on the device if any number is not finite, on any rank that has a part of them, else 0.0."""
     parts = [part.detach() for part in map(local, tensors) if part.numel()]
+    parts = [torch.view_as_real(part.resolve_conj()) if part.is_complex() else part for part in parts]
     if parts and all(part.device.type == "cpu" and not part.is_sparse for part in parts):
         # On a CPU this takes a thirtieth of the time of the norms.
         bounds = torch.stack([bound.float() for part in parts for bound in part.aminmax()])
@@ -236,9 +237,9 @@ class Window:
         return Mean(total, (torch.as_tensor(total) == 0).float(), (torch.as_tensor(total) < everything).float())
 
     def state(self) -> dict[str, Any]:
-        """Return it as plain values and tensors, without losses and batches."""
+        """Return it as plain values and tensors, without batches."""
         return {
-            "position": self.position, "given_scale": self.given_scale, "share": self.share,
+            "position": self.position, "given_scale": self.given_scale, "share": self.share, "losses": self.losses[:],
             "reference": self.reference, "weighted": self.weighted,
             "kept": None if self.kept is None else int(self.kept.kept),
             "kept_share": None if self.kept is None else float(self.kept.share),
@@ -246,7 +247,8 @@ class Window:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from a state that `state` returned."""
-        self.position, self._saved = state["position"], state.get("share", float(state["position"]))
+        self.position, self.losses = state["position"], [tuple(each) for each in state.get("losses", ())]
+        self._saved = 0.0 if self.losses else state.get("share", float(state["position"]))
         self.reference, self.weighted = state.get("reference", 1.0), state.get("weighted", False)
         if self.kept is not None:
             self.kept.kept = state["kept"]

@@ -446,7 +446,57 @@ def test_a_switch_that_cannot_be_is_refused() -> None:
     assert step(X[1]).stepped
 
 
+@pytest.mark.parametrize("policy", [FP16, BF16])
+def test_a_gradient_that_a_hook_makes_nan_skips_where_gradients_are_clipped(policy: str) -> None:
+    model = converted(policy)
+
+    def spoil(parameters: list[Tensor]) -> None:
+        assert parameters[0].grad is not None
+        parameters[0].grad.fill_(math.nan)
+
+    step = TrainStep(model, loss_times, sgd(model), max_grad_norm=0.1, on_gradients=spoil)
+    before = state(model)
+    assert step(X[0]).reason == "overflow"
+    assert equal(before, state(model))
+    with pytest.raises(PolicyError, match="on_gradients must be callable, got int"):
+        TrainStep(model, loss_times, sgd(model), on_gradients=3)  # type: ignore[arg-type]
+
+
+def test_complex_gradients_that_are_not_finite_skip() -> None:
+    class Phases(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(6, dtype=torch.complex64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.view_as_real(x * self.weight)
+
+    for settings in ({"max_grad_norm": 1.0}, {"on_overflow": "skip_microbatch"}):
+        model = converted("O1,dtype=bf16", Phases)
+        step = TrainStep(model, loss_times, sgd(model), **settings)
+        assert step(X[0]).stepped
+        before = state(model)
+        assert not step(X[0], math.nan).stepped
+        assert equal(before, state(model))
+
+
 # ------------------------------------------------------------------------------------- resuming under other settings
+
+
+def test_a_window_that_goes_on_from_a_state_has_the_mean_of_all_its_losses() -> None:
+    found = []
+    for resumed in (False, True):
+        model = converted(BF16)
+        step = TrainStep(model, loss_times, sgd(model), accumulate_steps=4)
+        step(X[0], weight=2.0)
+        step(X[1] * 3, weight=1.0)
+        if resumed:
+            saved = step.state_dict()
+            step = TrainStep(model, loss_times, sgd(model), accumulate_steps=4)
+            step.load_state_dict(saved)
+        step(X[2], weight=1.0)
+        found.append(step(X[3], weight=4.0).mean_loss)
+    assert torch.equal(*found)
 
 
 def test_a_state_of_other_settings_says_what_differs_and_needs_a_word() -> None:
