@@ -57,7 +57,9 @@ def step_counts(fn: Callable[[], Tensor]) -> StepCounts:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         with _Counter() as counter:
-            fn().backward()
+            loss = fn()
+            if loss.requires_grad:
+                loss.backward()
         torch.manual_seed(0)
         saved = saved_bytes(fn)
     return StepCounts(counter.casts, counter.cast_bytes, saved, counter.ops)

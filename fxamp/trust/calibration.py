@@ -221,7 +221,7 @@ def checksums(model: nn.Module) -> dict[str, int]:
     found: dict[str, int] = {}
     sums: list[Tensor] = []
     for name, p in model.named_parameters():
-        bits = p.detach().contiguous().view(torch.uint8).flatten()
+        bits = p.detach().contiguous().flatten().view(torch.uint8)
         whole = bits.numel() // 8 * 8 if bits.storage_offset() % 8 == 0 else 0
         # Words of 64 bits need no conversion to be added up, which takes longer than a step of a small model.
         sums.append((bits[:whole].view(torch.int64).sum() + bits[whole:].sum()).cpu())

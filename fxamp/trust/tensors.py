@@ -42,15 +42,18 @@ def tables(module: nn.Module) -> list[dict[str, Any]]:
 def kept(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Restore tensors, whatever happens inside: their contents, and their storage if `set_` replaced it.
 
-    A tensor that was not written inside is not written here. Yields a list, which afterwards holds those restored.
+    They leave no graph of autograd behind that they were not in before. A tensor that was not written inside is not
+    written here. Yields a list, which afterwards holds those restored.
     """
     restored: list[torch.Tensor] = []
-    saved = [(t, t.detach(), t.detach().clone()) for t in tensors if not t.is_meta]
+    saved = [(t, t.detach(), t.detach().clone(), t.is_leaf) for t in tensors if not t.is_meta]
     try:
         yield restored
     finally:
         with torch.no_grad():
-            for tensor, alias, value in saved:
+            for tensor, alias, value, leaf in saved:
+                if leaf and not tensor.is_leaf:
+                    tensor.detach_()
                 replaced = tensor.shape != alias.shape or not _share(tensor, alias)
                 if replaced:
                     tensor.data = alias
@@ -73,6 +76,11 @@ def strided(tree: Any) -> list[torch.Tensor]:
     return [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor) and t.layout is torch.strided]
 
 
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the same numbers with strides."""
+    return tensor if tensor.layout is torch.strided else tensor.to_dense()
+
+
 def _share(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.layout is not torch.strided or a.data_ptr() == b.data_ptr()
 
@@ -83,8 +91,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
     if a.is_meta:
         return True
-    if a.layout is not torch.strided:
-        a, b = a.to_dense(), b.to_dense()
+    a, b = dense(a), dense(b)
     if a.is_complex():  # a CPU cannot compare complex32, for example
         a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
     return torch.equal(a, b) or bool(

@@ -29,6 +29,7 @@ from torch.utils.flop_counter import flop_registry
 import passes
 from passes._torch import (
     MODULE_CALLS,
+    HigherOrderOperator,
     Kernel,
     OpOverload,
     TorchDispatchMode,
@@ -45,6 +46,8 @@ from passes._torch import (
 from passes.contract.policy import dtype_name
 from passes.graph.values import no_autocast
 from passes.ops.rules import LOW, RULES
+
+from .tensors import strided
 
 _PACKAGES = tuple(
     os.path.dirname(os.path.abspath(file)) + os.sep
@@ -158,6 +161,8 @@ class Watch(TorchDispatchMode):
         unscaled: how often gradients were unscaled.
     """
 
+    supports_higher_order_operators = True
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Stay off while Dynamo traces, and on while its graphs run."""
@@ -184,13 +189,22 @@ class Watch(TorchDispatchMode):
     ) -> Any:
         named = kwargs or {}
         out = func(*args, **named)
+        if isinstance(func, HigherOrderOperator):  # what a checkpoint draws is an op beside the state of a generator
+            at = next((i for i, a in enumerate(args) if isinstance(a, OpOverload)), None)
+            if at is None:
+                return NotImplemented
+            self._note(args[at], args[at + 1 :], named, out[1] if at == 0 else out)
+        else:
+            self._note(func, args, named, out)
+        return out
+
+    def _note(self, func: Any, args: tuple[Any, ...], named: dict[str, Any], out: Any) -> None:
         place = self._here()
         if func.overloadpacket is _UNSCALE if isinstance(func, OpOverload) else False:
             self.unscaled += 1
         given, made = floats_in((args, named)), floats_in(out)
         if (given or made) and not gives_view(func):
             self._add(place, func, args, named, out, given, made)
-        return out
 
     def _add(self, place: Place, func: Any, args: Any, kwargs: Any, out: Any, given: Any, made: Any) -> None:
         op = _name(func)
@@ -202,7 +216,7 @@ class Watch(TorchDispatchMode):
         casts = casts_in(func, args, out)
         found.count += 1
         found.flops += _flops(func, args, kwargs, out)
-        found.bytes += sum(t.nbytes for t in (*given, *made))
+        found.bytes += sum(t.nbytes for t in strided((*given, *made)))
         found.casts += bool(casts)
         found.cast_bytes += sum(a.nbytes + b.nbytes for a, b in casts)
 

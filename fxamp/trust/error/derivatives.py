@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from ..given_step import Batch
-from ..tensors import kept
+from ..tensors import dense, kept
 from .emulation import Place, Site
 from .report import living, squared
 from .rounding import nearest, rounded, ulp
@@ -129,7 +129,7 @@ class Derivatives:
 
         def keep(key: Any, value: Tensor, writes: bool) -> None:
             held = value.detach().clone() if writes else value.detach()
-            value.register_hook(lambda grad: None if grad is None else found.update({key: (held, grad.detach())}))
+            value.register_hook(lambda g: None if g is None else found.update({key: (held, dense(g.detach()))}))
 
         def at(site: Site, value: Tensor) -> Tensor:
             if value.requires_grad and site.part not in ("cast", "clamp"):
@@ -138,7 +138,7 @@ class Derivatives:
             return value
 
         def read(reader: str, source: str, value: Tensor) -> Tensor:
-            value = value.view_as(value) if value.requires_grad else value.detach().requires_grad_()
+            value = torch.ops.aten.alias(value) if value.requires_grad else value.detach().requires_grad_()
             keep((reader, source), value, False)
             return value
 

@@ -26,6 +26,7 @@ from ...convert import convert, converted_in
 from ...measure.counts import step_counts
 from ..census.step import watched_graphs
 from ..given_step import Batch, GivenStep, as_before
+from ..tensors import dense
 from ..watch import run_instead
 from .emulation import At, Decides, Edge, Emulation, GraphSites, Read, Site, Watched, is_fp32
 
@@ -242,7 +243,7 @@ class Subject:
             if backward:
                 with no_autocast():
                     (loss.double() * scale).backward() if loss.requires_grad else None
-            held = {n: p.grad for n, p in owner.named_parameters() if p.grad is not None}
+            held = {n: dense(p.grad) for n, p in owner.named_parameters() if p.grad is not None}
             gradients = held if scale == 1 else {n: grad / scale for n, grad in held.items()}
             ran = Ran(float(loss.detach()), gradients, pytree.tree_map_only(Tensor, Tensor.detach, output))
         if backward and owner is self.model:

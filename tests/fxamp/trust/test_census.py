@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -656,6 +657,19 @@ def test_attention_that_reads_its_statistics_in_fp32_runs_as_planned() -> None:
     found = fxamp.census(view_of(Attention().eval()), X)
     assert found, said(found)
     assert any("attention" in row.op and row.phase == "backward" for row in found.ran)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_a_checkpoint_draws_again_runs_as_planned(reentrant: bool) -> None:
+    class Recomputes(Net):
+        def between(self, x: Tensor) -> Tensor:
+            drop = partial(nn.functional.dropout, p=0.2)
+            out: Tensor = checkpoint(lambda y: drop(torch.relu(y)) @ self.last.weight.T, x, use_reentrant=reentrant)
+            return x + out.sum()
+
+    found = fxamp.census(view_of(Recomputes(), O1), X, Y, loss=CE)
+    assert found, said(found)
+    assert any("dropout" in row.op for row in found.ran)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

@@ -97,6 +97,55 @@ def test_parameters_that_a_step_writes_are_as_before_after_many_steps(diagnose: 
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
+class Follows(nn.Module):
+    """Keeps a moving average of what it computed, in a buffer, and reads it in the same step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 4)
+        self.register_buffer("average", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.a(x)
+        average = self.get_buffer("average")
+        average.mul_(0.9).add_(made.detach().float().mean(0), alpha=0.1)
+        out: Tensor = (made - average).square().mean()
+        return out
+
+
+def test_a_buffer_that_a_step_writes_is_in_no_graph_of_autograd_afterwards() -> None:
+    model, x = Follows(), torch.randn(5, 8)
+    fxamp.estimate_error(model, x, gradients="nodes", policies="O1")
+    assert not model.get_buffer("average").requires_grad
+    fxamp.tune(model, x, policy="O2,dtype=bf16")
+    for _ in range(2):
+        model(x).backward()
+
+
+class Looked(nn.Module):
+    """Has a sparse gradient, and a parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(9, 8, sparse=True), nn.Linear(8, 4)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = (self.head(self.words(ids)) * self.scale).float().square().mean()
+        return out
+
+
+@pytest.mark.parametrize("diagnose", [fxamp.census, fxamp.verify, fxamp.tune, fxamp.calibrate])
+def test_sparse_gradients_and_parameters_without_dimensions_are_taken(diagnose: Any) -> None:
+    assert str(diagnose(Looked(), torch.arange(6)))
+
+
+def test_a_model_of_which_nothing_trains_is_verified() -> None:
+    model = nn.Sequential(nn.Linear(8, 4)).requires_grad_(False)
+    found = fxamp.verify(model, torch.randn(3, 8), loss=lambda out: out.float().square().mean(), policies="O1")
+    assert found["O1"].loss > 0
+
+
 class Inside(nn.Module):
     def __init__(self) -> None:
         super().__init__()
