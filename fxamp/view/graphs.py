@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,6 +21,9 @@ from torch.fx import Graph, GraphModule, Node, map_arg
 from passes._torch import enter_autocast, exit_autocast, source_name
 from passes.contract.errors import CaptureError
 from passes.contract.plan import Plan, joined
+from passes.contract.policy import Policy
+from passes.contract.reasons import Code
+from passes.graph.notes import is_inserted
 from passes.runtime.tracing import RuntimeTracer
 
 from ..capture import recompile_limit
@@ -111,11 +115,31 @@ def plan_of(runner: Runner) -> Plan:
     first = [placed for part in parts for placed in next(iter(part.graphs.values()))]
     covered = coverage(runner.model, [placed.entry.converted for placed in first])
     views = [each for _, each in views_in(runner)]
-    notes = (*plan.notes, *(n for v in views for n in v.notes), *covered, *recompile_limit.reached(runner.model))
+    limits = recompile_limit.reached(runner.model)
+    notes = (*plan.notes, *(n for v in views for n in v.notes), *_read_across(runner.policy, first), *covered, *limits)
     certified = {} if runner.replayed is None else runner.replayed.certificate
     return replace(
         plan, notes=tuple(dict.fromkeys(notes)), complete=all(each.complete for each in views), certificate=certified
     )
+
+
+def _read_across(policy: Policy, graphs: Sequence[Placed]) -> list[str]:
+    """Name the weights that graphs on both sides of a break cast each for itself; autocast's cache has one copy."""
+    if not (policy.level.is_autocasts and policy.sharing.endswith("storage")):
+        return []
+    breaks: dict[str, set[str]] = {}
+    for prefix, entry in ((placed.prefix, placed.entry) for placed in graphs if placed.entry.state.grad == "grad"):
+        inputs = entry.converted.graph.graph.find_nodes(op="placeholder")
+        for name in (name for at, name in entry.names.items() if any(map(is_inserted, inputs[at].users))):
+            breaks.setdefault(prefix + name, set()).add(entry.converted.broke)
+    several = [name for name, ends in breaks.items() if len(ends) > 1]
+    if not several:
+        return []
+    others = f" and {len(several) - 1} more" if several[1:] else ""
+    return [
+        f"{Code.SUM_ORDER.value}: graphs on both sides of a break read {several[0]}{others}, and each casts its own "
+        "copy: their gradients are summed in FP32, where torch.autocast sums them in 16 bits"
+    ]
 
 
 def graphs_of(runner: Runner) -> tuple[GraphModule, ...]:
