@@ -229,7 +229,7 @@ class Runner:
                 torch.clear_autocast_cache()
             begin(outer)
 
-    def overridden(self, args: Any, kwargs: Any) -> Any:
+    def overridden(self, *args: Any, **kwargs: Any) -> Any:
         """Call what was written to the view's `forward`, and say so where that does not call the plan."""
         before, written = self.calls, self.override
         outputs = written(*args, **kwargs) if written is not None else None

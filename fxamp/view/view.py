@@ -80,7 +80,8 @@ class View:
         """Run the plan."""
         runner = type(self)._fxamp_runner
         if runner.override is not None:
-            return runner.overridden(args, kwargs)
+            written = runner.override if torch.compiler.is_compiling() else runner.overridden
+            return written(*args, **kwargs)
         return runner(args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

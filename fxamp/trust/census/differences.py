@@ -130,7 +130,7 @@ def of_products(watch: Watch, ledgers: Sequence[Ledger]) -> tuple[list[Differenc
         ledger = ledgers[place.graph]
         planned = _planned_colours(place, ledger)
         if planned and seen.dtype not in planned:
-            attends = seen.op in ("bmm", "baddbmm") and any(d.op == _ATTENTION for d in ledger.decisions.values())
+            attends = seen.op.endswith("bmm") and any(d.op == _ATTENTION for d in ledger.decisions.values())
             graph = f"attention of graph {place.graph}" if attends else f"graph {place.graph}"
             where = ledger.key(place.where) if place.kind == "node" else graph
             how = "backward" if place.backward else "forward"
