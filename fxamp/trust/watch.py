@@ -189,10 +189,9 @@ class Watch(TorchDispatchMode):
     ) -> Any:
         named = kwargs or {}
         out = func(*args, **named)
-        if isinstance(func, HigherOrderOperator):  # what a checkpoint draws is an op beside the state of a generator
-            at = next((i for i, a in enumerate(args) if isinstance(a, OpOverload)), None)
-            if at is None:
-                return NotImplemented
+        at = next((i for i, a in enumerate(args) if isinstance(a, OpOverload)), None)
+        if isinstance(func, HigherOrderOperator) and at is not None:
+            # What a checkpoint draws is an op beside the state of a generator.
             self._note(args[at], args[at + 1 :], named, out[1] if at == 0 else out)
         else:
             self._note(func, args, named, out)

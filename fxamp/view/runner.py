@@ -13,6 +13,7 @@ A call runs the plan wherever it is made, or says that it did not, with the caus
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import re
 import threading
@@ -382,7 +383,7 @@ class Runner:
             return
         mine = any(e.state.method == function.method for e in self.entries)
         cause = self._cause(len(ran), function.expected.get(first), mine)
-        empty = cause == _NOTHING and not self._computes()
+        empty = cause == _NOTHING and not self._computes
         if cause in (_UNKNOWN, _NOTHING) and (id(function), cause) not in self._healed:
             self._healed.add((id(function), cause))
             function.clear()
@@ -397,6 +398,7 @@ class Runner:
             raise CaptureError(text)
         self._say(cause, logging.INFO if empty else logging.WARNING, text)
 
+    @functools.cached_property
     def _computes(self) -> bool:
         """Say whether code outside of views inside the model has parameters to compute with."""
         others = any(runner_of(module) is not None for module in self.model.modules() if module is not self.model)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, library, nn
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -670,6 +671,19 @@ def test_what_a_checkpoint_draws_again_runs_as_planned(reentrant: bool) -> None:
     found = fxamp.census(view_of(Recomputes(), O1), X, Y, loss=CE)
     assert found, said(found)
     assert any("dropout" in row.op for row in found.ran)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_higher_order_op_is_seen_as_one() -> None:
+    class Flex(Net):
+        def between(self, x: Tensor) -> Tensor:
+            q = x.view(1, 2, 3, 16)
+            return flex_attention(q, q, q, score_mod=lambda score, b, h, i, j: score + i).view(6, 16)
+
+    with torch.no_grad():
+        found = fxamp.census(view_of(Flex().eval(), O1), X)
+    assert found, said(found)
+    assert any("flex_attention" in row.op for row in found.ran)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
