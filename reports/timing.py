@@ -43,14 +43,16 @@ def interleaved(
     return {name: _timing(seconds[warmup:]) for name, seconds in taken.items()}
 
 
-def keep_freed_memory() -> bool:
-    """Let the allocator of this process keep what is freed; return whether it can be told so: glibc can.
+def keep_freed_memory() -> None:
+    """Let the allocator of this process keep what is freed, if it is glibc's.
 
     Otherwise page faults make a fifth of a step's time on a CPU, and depend on which variant ran before.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     trim_threshold, mmap_max = -1, -4  # mallopt(3)
-    return mallopt is not None and bool(mallopt(trim_threshold, 2**31 - 1) and mallopt(mmap_max, 0))
+    if mallopt is not None:
+        mallopt(trim_threshold, 2**31 - 1)
+        mallopt(mmap_max, 0)
 
 
 def _timing(seconds: list[float]) -> Timing:

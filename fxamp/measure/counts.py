@@ -48,7 +48,7 @@ class _Counter(TorchDispatchMode):
 
 
 def step_counts(fn: Callable[[], Tensor]) -> StepCounts:
-    """Count one forward and backward of `fn`, which returns the loss.
+    """Count one forward of `fn`, which returns the loss, and its backward, if it has one.
 
     `fn` runs twice, once for the casts and once for what it saves, on the same random numbers; the generators are
     restored. Gradients are left in `.grad`. A compiled function cannot be counted: under a dispatch mode

@@ -73,6 +73,7 @@ def take_step(end: AtEnd) -> Update:
         if scaler.is_enabled():
             # The scaler looked at gradients before they could be changed.
             changed = [] if end.on_gradients is None else [holds_inf_or_nan(gradients(end.optimizers))]
+            ranks.agree(changed)
             scaler._join_found_inf(end.optimizers, changed)
         else:
             found_inf = _found_inf(end, grad_norm)

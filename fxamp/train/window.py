@@ -158,7 +158,7 @@ class Window:
         self.losses: list[tuple[Tensor, Weight]] = []
         self.batches: list[tuple[Any, Any]] = []
         self.reference: Weight | None = None
-        self._saved: Weight = 0.0  # the weights before a checkpoint
+        self._saved: Weight = 0.0  # the weights before a checkpoint of a version that saved no losses
         self._scale: float | Tensor | None = None
 
     @property
@@ -239,7 +239,7 @@ class Window:
     def state(self) -> dict[str, Any]:
         """Return it as plain values and tensors, without batches."""
         return {
-            "position": self.position, "given_scale": self.given_scale, "share": self.share, "losses": self.losses[:],
+            "position": self.position, "given_scale": self.given_scale, "losses": self.losses[:],
             "reference": self.reference, "weighted": self.weighted,
             "kept": None if self.kept is None else int(self.kept.kept),
             "kept_share": None if self.kept is None else float(self.kept.share),
@@ -248,7 +248,7 @@ class Window:
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from a state that `state` returned."""
         self.position, self.losses = state["position"], [tuple(each) for each in state.get("losses", ())]
-        self._saved = 0.0 if self.losses else state.get("share", float(state["position"]))
+        self._saved = 0.0 if "losses" in state else state.get("share", float(state["position"]))
         self.reference, self.weighted = state.get("reference", 1.0), state.get("weighted", False)
         if self.kept is not None:
             self.kept.kept = state["kept"]

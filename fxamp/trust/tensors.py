@@ -53,7 +53,8 @@ def kept(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         with torch.no_grad():
             for tensor, alias, value, leaf in saved:
                 if leaf and not tensor.is_leaf:
-                    tensor.detach_()
+                    with contextlib.suppress(RuntimeError):  # a view of another tensor cannot be
+                        tensor.detach_()
                 replaced = tensor.shape != alias.shape or not _share(tensor, alias)
                 if replaced:
                     tensor.data = alias

@@ -29,7 +29,6 @@ from torch.utils.flop_counter import flop_registry
 import passes
 from passes._torch import (
     MODULE_CALLS,
-    HigherOrderOperator,
     Kernel,
     OpOverload,
     TorchDispatchMode,
@@ -189,10 +188,11 @@ class Watch(TorchDispatchMode):
     ) -> Any:
         named = kwargs or {}
         out = func(*args, **named)
-        at = next((i for i, a in enumerate(args) if isinstance(a, OpOverload)), None)
-        if isinstance(func, HigherOrderOperator) and at is not None:
-            # What a checkpoint draws is an op beside the state of a generator.
-            self._note(args[at], args[at + 1 :], named, out[1] if at == 0 else out)
+        inside = (
+            [i for i, a in enumerate(args) if isinstance(a, OpOverload)] if not isinstance(func, OpOverload) else ()
+        )
+        if inside:  # what a checkpoint draws is an op beside the state of a generator, which is given or returned
+            self._note(args[inside[0]], args[inside[0] + 1 :], named, out if inside[0] else out[1])
         else:
             self._note(func, args, named, out)
         return out

@@ -122,10 +122,12 @@ class Function:
             )
         weakref.finalize(self, forget_compiled, self.code)  # torch would keep the graphs of code that is gone
 
-    def is_stale(self, model: nn.Module) -> bool:
-        """Say whether what was captured holds no longer; somebody may have replaced the method of the model's class."""
-        before, self._author = self._author, _code_of(model, self.method)
-        return self._author is not before or (self.stale is not None and self.stale())
+    def refresh(self, model: nn.Module) -> None:
+        """Forget what holds no longer; somebody may also have replaced the method of the model's class."""
+        author = _code_of(model, self.method)
+        if author is not self._author or (self.stale is not None and self.stale()):
+            self._author = author
+            self.clear()
 
     def clear(self) -> None:
         """Forget what was compiled, and that Dynamo gave the code up; the plan stays readable."""

@@ -125,7 +125,7 @@ def plan_of(runner: Runner) -> Plan:
 
 def _read_across(policy: Policy, graphs: Sequence[Placed]) -> list[str]:
     """Name the weights that graphs on both sides of a break cast each for itself; autocast's cache has one copy."""
-    if not (policy.level.is_autocasts and policy.sharing.endswith("storage")):
+    if not policy.level.is_autocasts:
         return []
     breaks: dict[str, set[str]] = {}
     for prefix, entry in ((placed.prefix, placed.entry) for placed in graphs if placed.entry.state.grad == "grad"):

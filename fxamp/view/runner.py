@@ -230,10 +230,10 @@ class Runner:
                 torch.clear_autocast_cache()
             begin(outer)
 
-    def overridden(self, *args: Any, **kwargs: Any) -> Any:
+    def call_override(self, override: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call what was written to the view's `forward`, and say so where that does not call the plan."""
-        before, written = self.calls, self.override
-        outputs = written(*args, **kwargs) if written is not None else None
+        before = self.calls
+        outputs = override(*args, **kwargs)
         if self.calls == before:
             name = type(self.model).__name__
             self._say(
@@ -283,8 +283,7 @@ class Runner:
                 sharded = any(type(p).__name__ == "DTensor" for p in self.model.parameters())
                 self._marks = self._marks and self.dynamic is None and not sharded
                 function = self._functions.setdefault(key, Function(self, kind, method))
-        if function.is_stale(model):
-            function.clear()
+        function.refresh(model)
         return function
 
     def _around(self, function: Function, call: Call) -> list[Any]:

@@ -79,10 +79,11 @@ class View:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the plan."""
         runner = type(self)._fxamp_runner
-        if runner.override is not None:
-            written = runner.override if torch.compiler.is_compiling() else runner.overridden
-            return written(*args, **kwargs)
-        return runner(args, kwargs)
+        if (override := runner.override) is None:
+            return runner(args, kwargs)
+        return (
+            override(*args, **kwargs) if torch.compiler.is_compiling() else runner.call_override(override, args, kwargs)
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         runner = runner_of(self)

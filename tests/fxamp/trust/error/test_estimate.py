@@ -222,15 +222,14 @@ class Euler(nn.Module):
 
 @pytest.mark.parametrize("verified", [False, *matrix(True)])  # which takes long
 def test_small_updates_of_a_large_low_state_are_lost_all_alike(verified: bool) -> None:
-    steps = 200 if verified else 80
-    model, given = Euler(steps), {"batches": [torch.randn(8, 16) + 2 for _ in range(2)], "policies": ("autocast", "O2")}
+    model, given = Euler(200), {"batches": [torch.randn(8, 16) + 2 for _ in range(2)], "policies": ("autocast", "O2")}
     predicted = fxamp.estimate_error(model, gradients=False, **given)  # type: ignore[arg-type]
     if verified:
         measured = fxamp.verify(model, **given)  # type: ignore[arg-type]
         assert measured["O2"].loss > 50 * measured["autocast"].loss  # which keeps the state in FP32
         assert predicted["O2"].loss == pytest.approx(measured["O2"].loss, rel=0.5)
-    assert predicted["autocast"].loss < predicted["O2"].loss / (steps / 10)  # each step loses its update
-    assert len(predicted["O2"].swamped) == steps
+    assert predicted["autocast"].loss < predicted["O2"].loss / 20
+    assert len(predicted["O2"].swamped) == 200
     assert predicted["autocast"].swamped == {}
     assert "Most updates are lost" in str(predicted)
     coarse = fxamp.estimate_error(Euler(4), gradients=False, **given)  # type: ignore[arg-type]
