@@ -10,20 +10,21 @@ from torch import Tensor, nn
 
 
 class UnderAutocast(nn.Module):
-    """A model whose every call runs under `torch.autocast` on the CPU.
+    """A model whose every call runs under `torch.autocast`.
 
     Args:
         model: takes any arguments; it is shared, not copied.
         dtype: torch.bfloat16 or torch.float16, what autocast casts to.
+        device: "cpu" or "cuda", whose ops autocast casts.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, model: nn.Module, dtype: torch.dtype, device: str = "cpu") -> None:
         super().__init__()
-        self.model, self.dtype = model, dtype
+        self.model, self.dtype, self.device = model, dtype, device
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the outputs of the model under autocast, in autocast's dtypes."""
-        with torch.autocast("cpu", dtype=self.dtype):
+        with torch.autocast(self.device, dtype=self.dtype):
             return self.model(*args, **kwargs)
 
 

@@ -4,26 +4,31 @@
     python reports/exact_numerics.py --only BertForMaskedLM GPT2LMHeadModel
     python reports/exact_numerics.py --minutes 40                     # as many as fit, where the last run left off
     python reports/exact_numerics.py --ways "fxamp O1, exact"         # this one alone
+    python reports/exact_numerics.py --device cuda --processes 8      # on a GPU, the ways of eager mode
 
 "eager" runs the graphs of fxamp by the kernels of eager mode, without Inductor and torch's decompositions: O1 promises
 equality there. Where it is not equal, the same is tried by `torch.compile(backend="eager")` under autocast alone, and
 "capture" says that fxamp has the bits of that. Elsewhere the ops at which the plan names deviations are forced into
 autocast's dtype; if everything then is equal, the codes of these deviations are the cause. By default Inductor leaves
 out roundings between two low ops that it fuses; with its exact-numerics options it keeps them. Each architecture runs
-in a process of its own, with a time limit. Low is BF16, the device a CPU, the model in training without dropout.
-`exact_numerics.md` and `exact_numerics.json` are written beside this file after each one; what they have of this torch
-and CPU stays, unless `--only` names it. What is not done in time is not in them, and the next run takes it up.
+in a process of its own, with a time limit. Low is BF16 unless a way says FP16, the model in training without dropout.
+On a GPU only deterministic kernels are used, so that autocast gives its own bits again. `exact_numerics.md` and
+`exact_numerics.json` (on a GPU `exact_numerics_cuda`) are written beside this file after each one; what they have of
+this torch and machine stays, unless `--only` names it. What is not done in time is not in them, and the next run takes
+it up.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +67,9 @@ WAYS: dict[str, dict[str, Any]] = {  # first what is asked for; without a policy
     "torch.autocast, exact": {"options": EXACT},
     "fxamp O1": O1,
     "torch.autocast": {},
+    "fxamp O1, eager, FP16": {"policy": fxamp.Policy("O1", dtype=torch.float16), "backend": "eager"},
 }
+DEFAULT = {"cpu": list(WAYS)[:-1], "cuda": ["fxamp O1, eager", "fxamp O1, eager, FP16"]}  # FP16 takes long on a CPU
 
 
 def exact_options() -> dict[str, Any]:
@@ -96,23 +103,24 @@ def distance(expected: Sequence[Tensor], got: Sequence[Tensor]) -> float:
     return float((a - b).norm() / a.norm())
 
 
-def compare(name: str, ways: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+def compare(name: str, ways: Sequence[str], device: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield for each of these ways whether outputs and gradients are those of eager autocast, or what failed."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(device == "cuda", warn_only=True)
     model, inputs = BY_NAME[name](2)
-    model.train()
-    try:
-        expected = run(UnderAutocast(model, LOW), model, inputs)
-    except Exception as error:
-        yield from ((way, {"failed": f"{EAGER}: {_line(error)}"}) for way in ways)
-        return
+    model.train().to(device)
+    inputs = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in inputs.items()}
     for way in ways:
-        torch.compiler.reset()
         how = {**WAYS[way], **({"options": exact_options()} if "options" in WAYS[way] else {})}
-        called: Any = (
-            fxamp.compile(model, **how) if "policy" in how else torch.compile(UnderAutocast(model, LOW), **how)
-        )
+        baseline = UnderAutocast(model, how["policy"].dtype if "policy" in how else LOW, device)
+        try:
+            expected = run(baseline, model, inputs)
+        except Exception as error:
+            yield way, {"failed": f"{EAGER}: {_line(error)}"}
+            continue
+        torch.compiler.reset()
+        called: Any = fxamp.compile(model, **how) if "policy" in how else torch.compile(baseline, **how)
         try:
             got = run(called, model, inputs)
         except Exception as error:
@@ -122,8 +130,9 @@ def compare(name: str, ways: Sequence[str]) -> Iterator[tuple[str, dict[str, Any
         distances = [distance(a, b) for a, b in zip(expected, got, strict=True)]
         cell = {"outputs": equal[0], "gradients": equal[1], "distances": distances}
         if not all(equal) and how.get("backend") == "eager":
+            cell["repeats"] = all(_equal(expected, run(baseline, model, inputs)))
             torch.compiler.reset()
-            captured = run(torch.compile(UnderAutocast(model, LOW), backend="eager"), model, inputs)
+            captured = run(torch.compile(baseline, backend="eager"), model, inputs)
             cell["capture"] = all(_equal(got, captured))
             if not cell["capture"]:
                 cell["codes"] = _causes(called, model, inputs, expected)
@@ -137,10 +146,11 @@ def _equal(expected: list[list[Tensor]], got: list[list[Tensor]]) -> list[bool]:
 
 def _causes(called: Any, model: nn.Module, inputs: dict[str, Any], expected: list[list[Tensor]]) -> list[str]:
     """Return the codes of the deviations that explain a difference: with their ops forced, everything is equal."""
-    deviations = fxamp.plan_of(called).deviations
+    plan = fxamp.plan_of(called)
+    deviations = plan.deviations
     forced = {d.op: "fp32" if d.autocast_dtype == "float32" else "low" for d in deviations}
     torch.compiler.reset()
-    policy = fxamp.Policy("O1", dtype=LOW, ops=forced)
+    policy = fxamp.Policy("O1", dtype=plan.policy.dtype, ops=forced)
     got = run(fxamp.compile(model, policy=policy, backend="eager"), model, inputs)
     return sorted({d.code for d in deviations}) if all(_equal(expected, got)) else []
 
@@ -149,11 +159,13 @@ def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:200]
 
 
-def in_a_process(name: str, ways: Sequence[str], seconds: float) -> dict[str, Any]:
+def in_a_process(name: str, ways: Sequence[str], device: str, seconds: float) -> dict[str, Any]:
     """Compare one architecture in a process of its own; return what it comes to within the time."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--one", name, "--ways", *ways]
+    command = [sys.executable, str(Path(__file__).resolve()), "--one", name, "--device", device]
+    command += ["--ways", *ways]
+    repeatable = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # what deterministic algorithms need
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False, env=repeatable)
     except subprocess.TimeoutExpired as late:
         return _cells((late.stdout or b"").decode())
     problem = (done.stderr.strip().splitlines() or ["no message"])[-1][:200]
@@ -183,7 +195,8 @@ def to_markdown(data: dict[str, Any]) -> str:
     marks = [(name, *(_mark(row[way]) if way in row else "" for way in ways)) for name, row in sorted(found.items())]
     return (
         "# O1 against eager autocast, bit by bit\n\n"
-        f'BF16 on an {data["cpu"]}, torch {data["torch"]}. "exact": {", ".join(data["options"])}. '
+        f'On an {data["cpu"]}, torch {data["torch"]}; low is BF16 where no way says FP16. "exact": '
+        f"{', '.join(data['options'])}. "
         f"Of {len(ARCHITECTURES)} architectures {len(found)} have been run. "
         "Made by `python reports/exact_numerics.py`.\n\n"
         f"{tabulate(rows, headers, 'pipe')}\n\n"
@@ -221,31 +234,41 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Compare, and write both reports."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", nargs="+", choices=sorted(BY_NAME))
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), help="all but those that take long on the device")
+    parser.add_argument("--device", choices=list(DEFAULT), default="cpu")
+    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin none later")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("-o", "--folder", type=Path, default=HERE)
     args = parser.parse_args(arguments)
+    wanted = args.ways or DEFAULT[args.device]
     if args.one:
-        for cell in compare(args.one, args.ways):
+        for cell in compare(args.one, wanted, args.device):
             print(json.dumps(cell), flush=True)
         return
-    place, until = args.folder / "exact_numerics.json", time.monotonic() + 60 * args.minutes
+    stem = "exact_numerics" + "_cuda" * (args.device == "cuda")
+    place, until = args.folder / f"{stem}.json", time.monotonic() + 60 * args.minutes
     data: dict[str, Any] = {
-        "torch": torch.__version__, "cpu": cpu(), "options": list(exact_options()), "architectures": {},
+        "torch": torch.__version__, "cpu": cpu() if args.device == "cpu" else torch.cuda.get_device_name(),
+        "options": list(exact_options()), "architectures": {},
     }  # fmt: skip
     before = json.loads(place.read_text()) if place.exists() else {}
     if {k: v for k, v in {**before, "architectures": {}}.items() if k != "made"} == data:
         data["architectures"] = before["architectures"]
-    data = {"made": made(), **data}
+    data = {"made": made(args.device), **data}
     found = data["architectures"]
-    for name in tqdm(args.only or [a.name for a in ARCHITECTURES], desc="exact_numerics"):
-        ways = [way for way in args.ways if args.only or way not in found.get(name, {})]
-        if time.monotonic() > until or not ways:
-            continue
-        if cells := in_a_process(name, ways, SECONDS):
-            found[name] = {**found.get(name, {}), **cells}
-        write(args.folder, "exact_numerics", data, to_markdown(data))
+
+    def cells_of(name: str) -> tuple[str, dict[str, Any]]:
+        ways = [way for way in wanted if args.only or way not in found.get(name, {})]
+        late = time.monotonic() > until
+        return name, {} if late or not ways else in_a_process(name, ways, args.device, SECONDS)
+
+    names = args.only or [a.name for a in ARCHITECTURES]
+    with ThreadPool(args.processes) as pool:
+        for name, cells in tqdm(pool.imap_unordered(cells_of, names), desc=stem, total=len(names)):
+            if cells:
+                found[name] = {**found.get(name, {}), **cells}
+                write(args.folder, stem, data, to_markdown(data))
     print(to_markdown(data))
 
 

@@ -48,6 +48,8 @@ from passes.contract.reasons import DEVIATIONS  # noqa: E402
 from passes.ops.facts import NAMES  # noqa: E402
 from reports import measure_facts  # noqa: E402
 from reports.casts import _machine, _word  # noqa: E402
+from reports.made import made as making  # noqa: E402
+from reports.made import write as write_report  # noqa: E402
 from reports.timing import interleaved  # noqa: E402
 from reports.trial.cuda import rows_of  # noqa: E402
 from reports.trial.first import Calls  # noqa: E402
@@ -929,14 +931,12 @@ def load(folder: Path, small: bool) -> Any:
     file = folder / "gpu.json"
     before = json.loads(file.read_text()) if file.exists() else {}
     same = all(before.get(what) == value for what, value in head.items())
-    return before if same else {**head, "left": {}, "sections": {}}
+    return before if same else {"made": making(DEVICE), **head, "left": {}, "sections": {}}
 
 
 def write(data: Any, folder: Path) -> None:
     """Write both files."""
-    folder.mkdir(parents=True, exist_ok=True)
-    folder.joinpath("gpu.json").write_text(json.dumps(data, indent=1) + "\n")
-    folder.joinpath("gpu.md").write_text(to_markdown(data))
+    write_report(folder, "gpu", data, to_markdown(data))
 
 
 def to_markdown(data: Any) -> str:
