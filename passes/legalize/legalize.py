@@ -9,7 +9,7 @@ import contextlib
 import functools
 import logging
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -22,7 +22,7 @@ from ..contract.policy import Policy, op_override
 from ..form import Ensures, Unit
 from ..graph.bodies import copy_body, put_in_place
 from ..graph.notes import CAST_NORM, DECOMPOSE, SPLIT_LOSS, move_to, note, note_buffers, origin
-from ..graph.values import LOW_DTYPES, dtypes_of, retyped, run
+from ..graph.values import LOW_DTYPES, dtypes_of, keys, retyped, run
 from ..ops import ops
 from ..ops.facts import REDUCTIONS, rule_of
 from ..ops.rules import COMPOSITE, row_of
@@ -44,13 +44,14 @@ class Legalize:
     def __call__(self, unit: Unit) -> dict[str, int]:
         """Make the rewrites in this order, since one prepares for the next; note buffers."""
         graph, policy = unit.graph, self.policy
-        splits = policy.level.keeps_sums_fp32 and op_override(policy, LOSS) is None
+        named = keys(graph.nodes)  # what the policy overrides by name stays whole
+        whole = {n for n in named if op_override(policy, ops.name(n)) or op_override(policy, named[n])}
         edits = {
             "switch": drop_autocast_switches(graph),
             "field": index_fields(graph),
             "norm": cast_before_norms(graph),
-            "loss": split_losses(graph) if splits else 0,
-            "composite": decompose_composites(graph, policy.device or "cpu", policy.dtype),
+            "loss": split_losses(graph, whole) if policy.level.keeps_sums_fp32 else 0,
+            "composite": decompose_composites(graph, policy.device or "cpu", policy.dtype, whole),
         }
         note_buffers(graph, unit.attribute)
         return edits
@@ -118,7 +119,7 @@ def _cast_first(node: Node, dtype: Any) -> None:
     node.replace_input_with(value, cast)
 
 
-def split_losses(graph: Graph) -> int:
+def split_losses(graph: Graph, whole: Container[Node] = ()) -> int:
     """From O2 on: split every cross-entropy of FP32 over class indices without weights or smoothing; return how many.
 
     The logarithms are rounded where the errors of that kernel scatter on the device; the sum over examples is FP32, and
@@ -127,7 +128,7 @@ def split_losses(graph: Graph) -> int:
     Before: cross_entropy_loss(logits: [N, V], target)
     After:  picked = nll_loss(log_softmax(logits), target, reduction none); to(picked: [N], f32).sum() / count
     """
-    losses = [n for n in graph.nodes if ops.name(n) == LOSS and _is_plain(n)]
+    losses = [n for n in graph.nodes if ops.name(n) == LOSS and _is_plain(n) and n not in whole]
     for node in losses:
         _split(graph, node)
     return len(losses)
@@ -152,9 +153,8 @@ def _logits_and_target(node: Node) -> tuple[Any, Any]:
 def _reduction(node: Node) -> int | None:
     """Return the number of a reduction; None if it is not known."""
     reduction = ops.argument(node, "reduction", _MEAN)
-    if isinstance(reduction, str):  # as torch.nn.functional has them
-        return REDUCTIONS.index(reduction) if reduction in REDUCTIONS else None
-    return reduction if isinstance(reduction, int) else None
+    number = REDUCTIONS.index(reduction) if reduction in REDUCTIONS else reduction  # torch.nn.functional has names
+    return number if isinstance(number, int) else None
 
 
 def _split(graph: Graph, node: Node) -> None:
@@ -172,25 +172,22 @@ def _split(graph: Graph, node: Node) -> None:
         return part
 
     picked = call(aten.nll_loss.default, call(aten.log_softmax.int, logits, 1), target, None, _NONE, ignored)
-    result = picked
-    if reduction != _NONE:
-        result = call(aten.sum.default, picked, dtype=torch.float32)
+    result = picked if reduction == _NONE else call(aten.sum.default, picked, dtype=torch.float32)
     if reduction == _MEAN:
         result = call(aten.div.Tensor, result, call(aten.sum.default, call(aten.ne.Scalar, target, ignored)))
     node.replace_all_uses_with(result)
     graph.erase_node(node)
 
 
-def decompose_composites(graph: Graph, device: str, low: torch.dtype | None = None) -> int:
-    """Replace each op that has no colour of its own by the ops it calls for the shapes at hand, in place.
+def decompose_composites(graph: Graph, device: str, low: torch.dtype | None = None, whole: Container[Node] = ()) -> int:
+    """Replace ops without a colour of their own, but for `whole`, by what they call for the shapes at hand; count them.
 
-    The ops that it calls, and their gradients, are those that eager runs: the op's own kernel is traced above autograd,
-    one level deep, and composites among its ops are decomposed in turn. Those that cannot be stay whole. `low` is the
-    dtype of the autocast that operands of several dtypes were captured under. Return the number of ops decomposed.
+    Those and their gradients are eager's: the op's own kernel is traced above autograd, one level deep, and composites
+    among its ops in turn; what cannot be stays whole. Operands of several dtypes were captured under autocast to `low`.
     """
     edits = 0
     memo: dict[Any, Graph | None] = {}
-    composites = [n for n in reversed(graph.nodes) if _is_composite(n, device)]
+    composites = [n for n in reversed(graph.nodes) if _is_composite(n, device) and n not in whole]
     while composites:
         node = composites.pop()
         body = _body_of(node, memo, functools.partial(torch.autocast, device, low))
@@ -221,10 +218,9 @@ def _body_of(node: Node, memo: dict[Any, Graph | None], region: Callable[[], Any
     values = [n.meta.get("val") for n in inputs]
     known = [v for v in values if isinstance(v, (FakeTensor, torch.SymInt))]
     tensors = [v for v in known if isinstance(v, FakeTensor)]
-    if row_of(node).recurrent or not tensors or len(known) != len(values):
+    plain = isinstance(target, OpOverload) and not is_composite(target)
+    if plain or row_of(node).recurrent or not tensors or len(known) != len(values):
         return None  # a recurrence would be unrolled over all time steps
-    if isinstance(target, OpOverload) and not is_composite(target):
-        return None
     place = {n: i for i, n in enumerate(inputs)}
     key = (target, str(torch.fx.map_arg((node.args, dict(node.kwargs)), place.__getitem__)), *map(_shape, known))
     if key not in memo:
@@ -246,7 +242,9 @@ def _trace(node: Node, inputs: list[Node], examples: list[Any], *modes: Any) -> 
         return run(node, dict(zip(inputs, operands, strict=True)).__getitem__)
 
     # A function of torch's becomes the operators that it calls; if that is one composite, it is decomposed next.
-    table = {node.target: node.target.decompose} if isinstance(node.target, OpOverload) else {}
+    table: dict[Any, Any] = {node.target: node.target.decompose} if isinstance(node.target, OpOverload) else {}
+    if node.target is aten.cross_entropy_loss.default:  # it names the dtype of its logits, which autocast then leaves
+        table[aten.log_softmax.int] = lambda x, dim, dtype: aten._log_softmax.default(x, dim, False)
     tracer = make_fx(call, table, pre_dispatch=True, _allow_non_fake_inputs=True)
     with quiet_fakes(), contextlib.ExitStack() as entered:
         for mode in modes:

@@ -20,7 +20,7 @@ aten = torch.ops.aten
 IN_EFFECT = {
     "cpu": """linalg_matmul chain_matmul linalg_multi_dot lstm rnn_tanh rnn_relu rnn_tanh_cell rnn_relu_cell nll_loss_nd
         max_unpool1d""",
-    "cuda": """linalg_matmul lstm rnn_tanh rnn_relu gru nll_loss_nd cross_entropy_loss softmin square linalg_norm""",
+    "cuda": """linalg_matmul lstm rnn_tanh rnn_relu gru nll_loss_nd softmin square linalg_norm""",
 }
 # Registered by the part of torch that is built for CUDA alone.
 ONLY_IN_CUDA_BUILDS = {"_cudnn_rnn"}
