@@ -321,6 +321,8 @@ def _without_read(node: Node) -> Node:
     graph, value = node.graph, node.args[0] if node.args else None
     floating = isinstance(value, Node) and is_floating(dtypes_of(value.meta.get("val")))
     first = floating and row_of(node).converts_first
+    if first:  # autocast's lists do not apply to a call that names its dtype
+        note(node, dtype_argument=literal_dtype(node))
     _settle(node, None if first else torch.float32)
     with graph.inserting_before(node) if first else graph.inserting_after(node):
         cast = graph.call_method("to", (value if first else node, torch.float32))

@@ -13,6 +13,7 @@ import platform
 import reprlib
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from filelock import FileLock
@@ -31,7 +32,9 @@ def machine(device: str) -> str:
         where = str(getattr(torch, device).get_device_name())
     else:
         where = f"{_cpu_name()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
-    precision = torch.get_float32_matmul_precision()
+    backend: Any = torch.backends.cuda if device == "cuda" else torch.backends.mkldnn
+    # Not `torch.get_float32_matmul_precision`, which raises where a program has set this one.
+    precision = backend.matmul.fp32_precision
     return f"{device}: {where}; torch {torch.__version__}; float32 matmul precision {precision}"
 
 

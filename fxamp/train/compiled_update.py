@@ -10,6 +10,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ class CompiledUpdate:
     """Steps optimizers with compiled code; `eager` says why the last window ran uncompiled, "" if it did not."""
 
     def __init__(self, settings: CompileSettings) -> None:
+        if settings.backend == "inductor":  # whose scheduler fails on some foreach kernels that it reorders for a GPU
+            settings = replace(settings, options={"loop_ordering_after_fusion": False, **settings.options})
         self.region = Region("unscale, clip and step", update_region, settings, fullgraph=True)
         self.eager = ""
         self._rates: dict[int, Tensor] = {}  # by group

@@ -27,8 +27,8 @@ def is_opaque(node: Node) -> bool:
 
 def may_alias(node: Node) -> bool:
     """Say whether a node's output may share storage with an operand."""
-    name = ops.name(node)
-    if row_named(name).may_alias or is_in_place(name) or "out" in node.kwargs or is_opaque(node):
+    shares = row_of(node).may_alias not in ("", "sole" if len(node.all_input_nodes) > 1 else "")
+    if shares or is_in_place(ops.name(node)) or "out" in node.kwargs or is_opaque(node):
         return True
     schema = ops.schema_of(node)
     return schema is not None and any(r.alias_info is not None for r in schema.returns)

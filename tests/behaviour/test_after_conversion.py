@@ -86,6 +86,7 @@ def test_per_sample_gradients_of_a_group_norm() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need CUDA")
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")  # of torch's own function
 def test_a_cuda_graph_sees_new_weights() -> None:
     model = Two().cuda()
     x = example().cuda()

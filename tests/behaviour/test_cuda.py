@@ -70,6 +70,7 @@ class Convolutions(nn.Module):
 
 
 @needs_cuda
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")  # of torch's own function
 def test_pytorch_71631_a_model_trains_in_cuda_graphs_as_without() -> None:
     """Captured under autocast, a graph may read casts of weights that were cached before an optimizer step."""
     torch.manual_seed(0)

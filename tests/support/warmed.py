@@ -22,11 +22,12 @@ from tests.support.small import BF16, FP16, X, converted
 torch.set_num_threads(1)
 untimed_guards()
 BERT = transformers.BertForMaskedLM  # what ranks train; transformers imports a model when it is asked for
-for policy in (FP16, BF16):
-    converted(policy)
-compiled: Any = torch.compile(converted(BF16), backend="aot_eager")
-with torch.no_grad():  # so that torch traces the forward pass only
-    compiled(X[0])
-torch.compiler.reset()
+if not torch.cuda.device_count():  # a capture asks the GPU for its random state, and a fork of that has no GPU
+    for policy in (FP16, BF16):
+        converted(policy)
+    compiled: Any = torch.compile(converted(BF16), backend="aot_eager")
+    with torch.no_grad():  # so that torch traces the forward pass only
+        compiled(X[0])
+    torch.compiler.reset()
 gc.collect()
 gc.freeze()  # what is not looked at again stays shared with the processes that are forked

@@ -72,7 +72,7 @@ ROWS = (
     ),
     *group(COMPOSITE, LOW, "calls bmm or mul, depending on the equation",
         "einsum",
-        same_dtype=True, may_alias="all",
+        same_dtype=True, may_alias="sole",
     ),
     *group(COMPOSITE, LOW, "on a CPU linear layers and pointwise gates, whose state may be FP32",
         of("gru", recurrent=True, tries_low=True),

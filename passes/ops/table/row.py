@@ -56,7 +56,7 @@ class Rule:
         commutes: Whether rounding before the op and after it give the same bits: "" (no), "forward", or "both" (in
             backward too). Where facts of a device say it of a low dtype, they decide.
         may_alias: The op may return an operand or a view of it, though no schema says so: "first" for its first
-            argument, "all" for any.
+            argument, "all" for any, "sole" if it has one alone.
         view: The op only makes a new view, or most often does; no data moves.
         free_backward: The gradient of each operand is the incoming gradient itself, or a view of it.
         writes: Arguments that the op writes to though no schema says so, unless another argument has a certain value:
