@@ -71,6 +71,15 @@ _GLOBAL_HOOKS = (
 _MARKED = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")  # what `maybe_mark_dynamic` writes on a tensor
 
 
+@functools.cache
+def answer_whether_exporting() -> None:
+    """Let Dynamo answer `torch.compiler.is_exporting`: before torch 2.13 it says yes, and models leave eager's way."""
+    if not OWN_CACHE:
+        dynamo: Any = torch._dynamo.variables.torch
+        known, exporting = dynamo.tracing_state_functions(), torch.compiler.is_exporting
+        dynamo.tracing_state_functions = lambda: {**known, exporting: exporting()}
+
+
 def forget_compiled(code: CodeType) -> None:
     """Drop what Dynamo compiled for a code object, and that it gave it up: torch keeps both as long as the process."""
     torch._dynamo.eval_frame.remove_from_cache(code)
@@ -341,7 +350,8 @@ def recorded_by_inductor(record: Callable[[bool, list[Kernel]], None]) -> dict[s
         graph: Any = torch._inductor.virtualized.V.graph
         last: dict[str, Node] = {}  # the node that gives the value of one that was decomposed
         for node in graph.module.graph.nodes:
-            if isinstance(node.meta.get("val"), torch.Tensor) and not _gives_alias(node) and not _is_beside(node):
+            beside = node.target is operator.getitem and node.args[1] != 0  # a pool's places, attention's statistics
+            if isinstance(node.meta.get("val"), torch.Tensor) and not _gives_alias(node) and not beside:
                 last[_made_from(node)] = node
         parts = [part for whole in scheduled for part in whole.get_nodes() if part.node is not None]
         record(bool(graph.is_backward), [k for part in parts if (k := _kernel(part, graph, last)) is not None])
@@ -354,11 +364,6 @@ def _gives_alias(node: Node) -> bool:
     """Say whether a node gives another shape of its operand, as the one behind the product of a linear layer."""
     returns = node.target._schema.returns if isinstance(node.target, OpOverload) else []
     return any(r.alias_info is not None for r in returns)
-
-
-def _is_beside(node: Node) -> bool:
-    """Say whether a node is a result beside the first, as the places of a pool's maxima, or attention's statistics."""
-    return node.target is operator.getitem and bool(node.args[1] != 0)
 
 
 def _made_from(node: Node) -> str:

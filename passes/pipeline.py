@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch.fx import Graph, Node
+from torch.fx import Graph
 
 from .assign.assign_precision import AssignPrecision
 from .casts.annotate import Annotate
@@ -26,7 +26,7 @@ from .contract.plan import Plan
 from .contract.plan_format import REMEDY
 from .contract.policy import Policy, check_used
 from .form import Assignment, Pass, Unit
-from .graph.bodies import Body, Border, all_graphs, bodies_of
+from .graph.bodies import Border, all_graphs, bodies_of
 from .graph.notes import is_inserted
 from .graph.values import keys, module_types, no_autocast
 from .legalize.legalize import Legalize
@@ -93,7 +93,10 @@ def compile_graph(
         _prepare(Unit(graph, attribute), preparing(policy), edits, set())
         bodies = bodies_of(graph, attribute) if policy.level.rounds else {}
         if capture != "dynamo":  # an override has to match in only one of several graphs
-            _check_overrides(policy, all_graphs(graph, bodies))
+            every = all_graphs(graph, bodies)
+            stacks = {n: s for g in every for n, s in module_types(g).items()}
+            named = [k for g in every for k in keys(g.nodes).values()]
+            check_used(policy, stacks.values(), (*(ops.name(n) for n in stacks), *named))
         timings = {} if plan is None else dict(plan.timings)
 
         def timed(calls: Sequence[Call]) -> Mapping[Call, int]:
@@ -133,7 +136,10 @@ def _compiled(unit: Unit, steps: Sequence[Pass], edits: Counter[str], done: dict
     for node, inside in unit.border.bodies.items():
         for body in inside:
             if body.graph not in done:
-                units += _compiled(_inside(node, body, unit.decided), steps, edits, done)
+                simulated = None if body.first is None else unit.decided.bodies[node]
+                border = Border(bodies=body.bodies()) if simulated is None else simulated.border
+                entered = Unit(body.graph, body.attribute, border, simulated=simulated)
+                units += _compiled(entered, steps, edits, done)
                 body.module.recompile()
             results, expected = body.dtypes(done[body.graph].dtypes), unit.decided.dtypes[node]
             if body.first is not None and results != expected:
@@ -158,20 +164,6 @@ def _run(unit: Unit, steps: Sequence[Pass], edits: Counter[str]) -> Unit:
         for watcher in reversed(watchers()):  # verification last: it is no part of a pass, and may raise
             watcher.after(step, unit, fired)
     return unit
-
-
-def _inside(node: Node, body: Body, outside: Assignment) -> Unit:
-    """Return the body of a higher-order op, with the dtypes that hold at its border."""
-    simulated = None if body.first is None else outside.bodies[node]
-    border = Border(bodies=body.bodies()) if simulated is None else simulated.border
-    return Unit(body.graph, body.attribute, border, simulated=simulated)
-
-
-def _check_overrides(policy: Policy, graphs: Sequence[Graph]) -> None:
-    """Refuse a policy with an override that matches nothing in these graphs."""
-    stacks = {n: s for g in graphs for n, s in module_types(g).items()}
-    named = [k for g in graphs for k in keys(g.nodes).values()]
-    check_used(policy, stacks.values(), (*(ops.name(n) for n in stacks), *named))
 
 
 def _plan_of(policy: Policy, capture: str, notes: tuple[str, ...], units: Sequence[Unit], edits: Counter[str]) -> Plan:

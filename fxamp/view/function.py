@@ -27,6 +27,7 @@ from torch.fx import GraphModule
 from passes._torch import (
     LIMIT_IS_ARGUMENT,
     OWN_CACHE,
+    answer_whether_exporting,
     compile_under_transform,
     enter_autocast,
     exit_autocast,
@@ -112,6 +113,7 @@ class Function:
             run: Callable[..., Any] = found._compiled(gm, inputs)
             return run
 
+        answer_whether_exporting()
         self.call: Callable[..., Any]
         if kind == "transform":
             self.call = compile_under_transform(function, fxamp, runner.dynamic)

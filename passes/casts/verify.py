@@ -260,11 +260,6 @@ def _no_float(emitted: Emitted, node: Node) -> Node | None:
     return None if dtype in ELIGIBLE or isinstance(dtype, tuple) or complexes else value
 
 
-def _unread(emitted: Emitted, node: Node) -> Node | None:
-    """Illegal: a cast whose last reader now reads something else."""
-    return node if is_inserted(node) and not node.users else None
-
-
 LAWS = (
     Law("written copy", _written_copy, "may write to it, but it is a cast, or a view of one: the write is lost"),
     Law("stale copy", _stale_copy, "reads it after a write to what was cast: the write is not seen"),
@@ -272,7 +267,7 @@ LAWS = (
     Law("cast statistics", _cast_statistics, "has a rule that never casts this operand to 16 bits"),
     Law("other grad mode", _other_grad_mode, "reads a cast that was made in another grad mode"),
     Law("no float", _no_float, "casts a value that autocast never casts"),
-    Law("unread", _unread, "is a cast that nothing reads"),
+    Law("unread", lambda _, n: n if is_inserted(n) and not n.users else None, "is a cast that nothing reads"),
 )
 
 

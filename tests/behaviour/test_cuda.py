@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxamp
@@ -48,6 +49,94 @@ def test_every_node_of_the_other_models_has_the_dtype_of_the_real_cuda_autocast_
 @pytest.mark.parametrize("name", UNRUN)
 def test_what_cannot_run_here_is_in_the_rule_table(name: str) -> None:
     assert lookup(name, "cuda")[1] == UNRUN[name]
+
+
+# What differs from a CPU, found on a GPU. The graphs that are made for CUDA run on a CPU here.
+
+BF16 = torch.bfloat16
+
+
+class Computes(nn.Module):
+    """Computes a function of itself and an input."""
+
+    target: Tensor
+
+    def __init__(self, function: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.norm, self.function = nn.Linear(6, 5), nn.LayerNorm(5), function
+        self.register_buffer("target", torch.tensor([1, 4, -100, 0]))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, x)
+
+
+def _decided(
+    function: Callable[[Any, Tensor], Any], policy: str = "O1,dtype=bf16,device=cuda"
+) -> list[tuple[str, str]]:
+    """Return the ops of a function and the dtypes they run in on CUDA."""
+    plan = fxamp.plan(Computes(function), (torch.randn(4, 6),), policy=policy)
+    assert not plan.deviations or not policy.startswith("O1")
+    return [(d.op, d.colour) for d in plan.decisions]
+
+
+@pytest.mark.parametrize("settings", [{}, {"weight": torch.arange(1.0, 6)}, {"reduction": "sum"}])
+def test_cross_entropy_rounds_the_logarithms_of_low_logits_as_autocast_does_on_cuda(settings: dict[str, Any]) -> None:
+    """The op calls log_softmax with the dtype of its logits, which autocast then leaves, and nll_loss in FP32."""
+    model, x = Computes(lambda m, x: F.cross_entropy(m.layer(x), m.target, **settings)), torch.randn(4, 6)
+    module = fxamp.convert(torch.export.export(model, (x,)), policy="O1,dtype=bf16,device=cuda")
+    got = module(x)
+    found = torch.autograd.grad(got, [*module.parameters()][:2])
+    weights = [p.detach().clone().requires_grad_() for p in model.layer.parameters()]
+    logits = F.linear(x.to(BF16), *(w.to(BF16) for w in weights))
+    expected = F.nll_loss(F.log_softmax(logits, 1).float(), model.target, **settings)
+    assert got.dtype == torch.float32
+    assert torch.equal(got, expected)
+    assert all(map(torch.equal, found, torch.autograd.grad(expected, weights)))
+    assert not torch.equal(got, F.cross_entropy(logits.float(), model.target, **settings))
+
+
+def test_cross_entropy_that_the_policy_names_is_not_taken_apart() -> None:
+    def loss(m: Any, x: Tensor) -> Tensor:
+        return F.cross_entropy(m.layer(x), m.target)
+
+    assert _decided(loss)[1:] == [("_log_softmax", "bfloat16"), ("nll_loss_nd", "float32")]
+    assert _decided(loss, "O1,dtype=bf16,device=cuda,ops.cross_entropy_loss=fp32")[1:] == [
+        ("cross_entropy_loss", "float32")
+    ]
+
+
+def test_a_dtype_that_code_reads_decides_for_an_op_that_autocast_runs_in_fp32() -> None:
+    def read(m: Any, x: Tensor) -> Tensor:
+        y = m.layer(x)
+        return F.softmax(y, -1, dtype=y.dtype)
+
+    assert _decided(read)[-1] == ("softmax", "bfloat16")
+    assert _decided(lambda m, x: m.layer(x).softmax(-1))[-1] == ("softmax", "float32")
+
+
+def test_what_einsum_makes_of_two_operands_may_be_written_to() -> None:
+    def written(m: Any, x: Tensor) -> Tensor:
+        y = torch.einsum("bi,oi->bo", x, m.layer.weight)
+        y *= m.layer.bias
+        return y
+
+    assert ("einsum", "bfloat16") in _decided(written)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_no_norm_runs_low_beside_fp32_weights(level: str) -> None:
+    assert _decided(lambda m, x: m.norm(m.layer(x)), f"{level},dtype=bf16,device=cuda")[1] == ("layer_norm", "float32")
+
+
+def test_autocast_widens_operands_before_an_op_that_keeps_them_for_its_backward() -> None:
+    model, x = Computes(lambda m, x: torch.atan2(x[:, :5].exp(), m.layer(x))), torch.randn(4, 6)
+    module = fxamp.convert(torch.export.export(model, (x,)), policy="O1,dtype=bf16,device=cuda")
+    found = torch.autograd.grad(module(x).sum(), [*module.parameters()][:2])
+    weights = [p.detach().clone().requires_grad_() for p in model.layer.parameters()]
+    low = F.linear(x.to(BF16), *(w.to(BF16) for w in weights))
+    expected = torch.atan2(x[:, :5].exp(), low.float()).sum()
+    assert all(map(torch.equal, found, torch.autograd.grad(expected, weights)))
 
 
 # Where torch itself is wrong: CUDA graphs under autocast. A view has no autocast region that a graph could record.

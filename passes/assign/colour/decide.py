@@ -14,6 +14,7 @@ import torch
 from torch.fx import Node
 
 from ..._torch import HigherOrderOperator
+from ...contract.devices import DEVICES
 from ...contract.errors import PolicyError
 from ...contract.policy import module_override, op_override
 from ...contract.reasons import Code, Reason
@@ -297,7 +298,9 @@ def _fp32(state: State, site: Site, why: Reason | None = None) -> Colouring:
 
 
 def _promote(state: State, site: Site) -> Colouring:
-    return natural(state, site, Code.PROMOTE("widest operand"))
+    colouring = natural(state, site, Code.PROMOTE("widest operand"))
+    widens = DEVICES[state.device].lists in site.row.widens
+    return all_to(state, site, colouring.dtype, colouring.reason) if widens else colouring
 
 
 def _follow(state: State, site: Site) -> Colouring:

@@ -16,8 +16,8 @@ ROWS = (
         of("rsub", promotes_inside=True, of_integers=True, in_norm="arithmetic"),
         of("mul", promotes_inside=True, casts_out=True, of_integers=True, in_norm="arithmetic product"),
         of("div", promotes_inside=True, casts_out=True, of_integers=True, in_norm="arithmetic quotient"),
-        of("""floor_divide fmod remainder fmax fmin hypot copysign nextafter ldexp kron igamma igammac atan2 addcmul
-            addcdiv""", casts_out=True),
+        of("floor_divide fmod remainder fmax fmin hypot copysign nextafter ldexp kron igamma igammac", casts_out=True),
+        of("atan2 addcmul addcdiv", casts_out=True, widens="cuda"),
         of("maximum", promotes_inside=True, casts_out=True, commutes="forward", in_norm="arithmetic"),
         of("minimum", promotes_inside=True, casts_out=True, commutes="forward"),
         of("where", promotes_inside=True, commutes="both", in_norm="arithmetic"),

@@ -35,6 +35,7 @@ class Rule:
         cast_arguments: Arguments that are cast; () for every floating one.
         uncast: Arguments that are never cast to low: statistics, affine parameters, tables.
         same_dtype: The kernel rejects operands of different float dtypes, so all of them are cast to one.
+        widens: Devices whose autocast casts the operands to the widest of their dtypes, as the backward then has them.
         promotes_inside: The kernel accepts operands of several floating dtypes, and casts the narrower ones up as it
             reads them.
         absorbs_cast: With `dtype=float32` the op gives the same result for a low operand as for that operand cast to
@@ -100,6 +101,7 @@ class Rule:
     cast_arguments: tuple[str, ...] = ()
     uncast: tuple[str, ...] = ()
     same_dtype: bool = False
+    widens: tuple[str, ...] = ()
     promotes_inside: bool = False
     absorbs_cast: bool = False
     casts_out: bool = False

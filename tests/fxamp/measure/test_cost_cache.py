@@ -6,6 +6,7 @@ import json
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,6 +43,19 @@ def test_another_torch_or_number_of_threads_is_another_machine(monkeypatch: pyte
     monkeypatch.undo()
     monkeypatch.setattr(torch, "__version__", "9.9")
     assert cost_cache.load("cpu") == {}
+
+
+def test_the_precision_of_products_that_a_program_sets_is_part_of_the_machine() -> None:
+    """`torch.get_float32_matmul_precision` raises where it is set by backend."""
+    backend: Any = torch.backends.mkldnn
+    before = cost_cache.machine("cpu")
+    old = backend.matmul.fp32_precision
+    backend.matmul.fp32_precision = "bf16"
+    try:
+        assert cost_cache.machine("cpu") != before
+    finally:
+        backend.matmul.fp32_precision = old
+    assert cost_cache.machine("cpu") == before
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"version": 1}', '{"version": 1, "machine": "?", "nanoseconds": 3}'])

@@ -265,6 +265,18 @@ def test_export_and_tracing_of_a_view_are_refused_by_name(how: str) -> None:
         call()
 
 
+def test_a_model_is_told_that_it_is_exported_only_where_it_is() -> None:
+    """`transformers` leaves out a mask that eager attention does not need, but not for an export."""
+
+    class Told(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1 if torch.compiler.is_exporting() else x * 2
+
+    x = torch.ones(3)
+    assert torch.equal(fxamp.convert(Told())(x), x * 2)
+    assert torch.equal(torch.export.export(Told(), (x,), strict=True).module()(x), x + 1)
+
+
 def test_fullgraph_round_a_view_raises_in_dynamos_words() -> None:
     view = fxamp.compile(Net(), policy="O1", backend="eager")
     with pytest.raises(torch._dynamo.exc.Unsupported, match="a view of fxamp runs its own plan"):

@@ -89,6 +89,14 @@ def test_an_op_override_lowers_an_op() -> None:
     assert {d.op: d.autocast_dtype for d in plan.decisions}["softmax"] == "float32"
 
 
+@pytest.mark.parametrize("key", ["einsum", "/einsum#0"])
+def test_an_override_of_a_composite_op_keeps_it_whole(key: str) -> None:
+    net = Net(lambda m, x: torch.einsum("bi,oi->bo", x, m.first.weight))
+    assert "bmm" in {d.op for d in plan_of(net, (X,), policy=fxamp.Policy()).decisions}
+    plan = plan_of(net, (X,), policy=fxamp.Policy(ops={key: "fp32"}))
+    assert [(d.op, d.colour) for d in plan.decisions] == [("einsum", "float32")]
+
+
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
