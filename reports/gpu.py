@@ -44,15 +44,20 @@ sys.path.insert(0, str(HERE.parent))
 
 import fxamp  # noqa: E402  (the path comes first)
 from fxamp.train.describe import compiled_rows  # noqa: E402
+from fxamp.trust.given_step import floats  # noqa: E402
+from passes._torch import dynamo_errors, pytree  # noqa: E402
 from passes.contract.reasons import DEVIATIONS  # noqa: E402
 from passes.ops.facts import NAMES  # noqa: E402
 from reports import measure_facts  # noqa: E402
+from reports.baseline import UnderAutocast  # noqa: E402
 from reports.casts import _machine, _word  # noqa: E402
 from reports.made import made as making  # noqa: E402
 from reports.made import write as write_report  # noqa: E402
 from reports.timing import interleaved  # noqa: E402
 from reports.trial.cuda import rows_of  # noqa: E402
 from reports.trial.first import Calls  # noqa: E402
+from reports.trial.generate import generate  # noqa: E402
+from reports.trial.program import Program  # noqa: E402
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -768,6 +773,75 @@ def sentences(follows: Tensor, batch: int, tokens: int, generator: torch.Generat
     return ids
 
 
+# Random programs.
+
+SEEDS, TASKS = 25, 40  # of a task, and tasks
+
+
+def program_tasks(small: bool) -> dict[str, Callable[[float], Rows]]:
+    """Return a task for some seeds each."""
+    size, firsts = (4, (0,)) if small else (SEEDS, range(0, SEEDS * TASKS, SEEDS))
+    return {f"{n} to {n + size - 1}": functools.partial(programs, range(n, n + size)) for n in firsts}
+
+
+def programs(seeds: range, until: float) -> Rows:
+    """Compare O1 of random programs with autocast."""
+    torch.use_deterministic_algorithms(CUDA, warn_only=True)
+    found: dict[str, list[int]] = {name: [] for name in (*VERDICTS, "differs")}
+    for seed in seeds:
+        if (program := generate(seed)) is not None:
+            found[verdict(program, FP16 if seed % 3 == 0 else BF16)].append(seed)
+        row: Row = {name: len(found[name]) for name in VERDICTS}
+        yield [{"seeds": f"{seeds[0]} to {seeds[-1]}", **row, "differs": ", ".join(map(str, found["differs"]))}]
+
+
+VERDICTS = ("equal", "fails in eager mode", "fails in Dynamo", "as captured", "deviation named")
+
+
+def verdict(program: Program, low: torch.dtype) -> str:
+    """Return what becomes of a program at O1: outputs and gradients are compared with those of autocast, bit by bit."""
+
+    def outcome(called: Callable[[nn.Module], Any]) -> list[Tensor | None]:
+        torch.compiler.reset()
+        model, args = program.build()
+        call = called(model.to(DEVICE))
+        args = pytree.tree_map_only(Tensor, lambda t: t.detach().to(DEVICE).requires_grad_(t.requires_grad), args)
+        torch.manual_seed(0)
+        outputs = floats(call(*args))
+        if trained := [t.double().mean() for t in outputs if t.requires_grad]:
+            torch.stack(trained).sum().backward()
+        return [*(t.detach() for t in outputs), *(p.grad for p in model.parameters())]
+
+    try:
+        expected = outcome(lambda model: UnderAutocast(model, low, DEVICE))
+    except Exception:
+        return VERDICTS[1]
+    views: list[Any] = []
+
+    def view(model: nn.Module) -> Any:
+        policy = fxamp.Policy("O1", dtype=low, output_dtype="autocast")
+        views.append(fxamp.compile(model, policy=policy, backend="eager"))
+        return views[0]
+
+    try:
+        got = outcome(view)
+        if all(map(_same, expected, got)):
+            return VERDICTS[0]
+        captured = outcome(lambda model: torch.compile(UnderAutocast(model, low, DEVICE), backend="eager"))
+    except dynamo_errors().TorchRuntimeError:
+        return VERDICTS[2]
+    if all(map(_same, captured, got)):
+        return VERDICTS[3]
+    return VERDICTS[4] if fxamp.plan_of(views[0]).deviations else "differs"
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    """Say whether two tensors have the same dtype and bits, any NaN being equal to any other."""
+    if a is None or b is None:
+        return a is b
+    return a.dtype == b.dtype and torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan())
+
+
 # The facts of measure_facts.py.
 
 
@@ -861,6 +935,12 @@ SECTIONS = {
         "Two layers of each, in evaluation mode. `wrong`: values in another dtype than autocast's for which the plan\n"
         "names no reason. Autocast's own: how many gradients it repeats to the bit. How far any are apart is\n"
         "over its norm; O1 adds up in 16 bits what comes back to a value that it casts once.",
+    ),
+    "programs": Section(
+        "Random programs", 60, program_tasks, ("seeds", *VERDICTS, "differs"),
+        "O1 against autocast, outputs and gradients bit by bit; every third program in FP16. As captured: not equal,\n"
+        "but with the bits of `torch.compile(backend=\"eager\")` under autocast. The seeds of those that differ are\n"
+        "named: the program is `reports.trial.generate.generate(seed)`. One that makes tensors on the CPU fails.",
     ),
     "eager": Section("Steps", 80, functools.partial(step_tasks, EAGER, Bench), _TIMES, f"{_OF_STEPS}."),
     "compiled": Section(

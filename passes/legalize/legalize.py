@@ -44,7 +44,7 @@ class Legalize:
     def __call__(self, unit: Unit) -> dict[str, int]:
         """Make the rewrites in this order, since one prepares for the next; note buffers."""
         graph, policy = unit.graph, self.policy
-        named = keys(graph.nodes)  # what the policy overrides by name stays whole
+        named = keys(graph.nodes) if policy.ops else {}  # what the policy overrides by name stays whole
         whole = {n for n in named if op_override(policy, ops.name(n)) or op_override(policy, named[n])}
         edits = {
             "switch": drop_autocast_switches(graph),
