@@ -15,6 +15,7 @@ from torch import nn
 import fxamp
 from tests.support.front_ends import F32, FRESH, convert, one
 from tests.support.helpers import Two, example
+from tests.support.ranks import shard
 
 pytestmark = FRESH
 
@@ -26,29 +27,21 @@ def one_process(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def _sharded(module: nn.Module, **settings: Any) -> Any:
-    """Shard on the CPU, also where there is a GPU."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    return fully_shard(module, mesh=init_device_mesh("cpu", (1,)), **settings)
-
-
 @pytest.mark.usefixtures("one_process")
 def test_views_of_blocks_are_sharded_and_views_of_sharded_models_train() -> None:
     torch.manual_seed(0)
     eager = nn.Sequential(Two(), Two())
     model = nn.Sequential(*(convert(block, one()) for block in copy.deepcopy(eager)))
     for block in model:
-        _sharded(block)
-    _sharded(model)
+        shard(block)
+    shard(model)
     x = example()
     got = model(x)
     torch.testing.assert_close(got, eager(x), rtol=0.03, atol=0.03)
     got.sum().backward()
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {F32}
     assert all(p.grad is not None for p in model.parameters())
-    sharded = _sharded(nn.Sequential(Two()))
+    sharded = shard(nn.Sequential(Two()))
     view = convert(sharded, one())
     assert fxamp.plan_of(view).notes[0].startswith("not checked")
     view(x).sum().backward()
@@ -61,7 +54,7 @@ def test_parameters_that_are_gathered_in_the_low_dtype_need_no_cast_and_that_is_
 
     def sharded(policy: Any) -> Any:
         block: Any = fxamp.compile(Two(), policy="O1,dtype=bf16", backend="eager")
-        return _sharded(block, mp_policy=policy)
+        return shard(block, mp_policy=policy)
 
     low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=F32, cast_forward_inputs=False)
     for policy in (low, MixedPrecisionPolicy()):

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from tests.support.processes import warm
 
@@ -30,6 +31,14 @@ def bert() -> Any:
     sizes = {"hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 1024}
     config = transformers.BertConfig(vocab_size=500, **sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     return transformers.BertForSequenceClassification(config)
+
+
+def shard(module: nn.Module, **settings: Any) -> Any:
+    """Shard a module over all ranks on the CPU, also where there is a GPU."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(module, **{"mesh": init_device_mesh("cpu", (dist.get_world_size(),)), **settings})
 
 
 def data() -> list[dict[str, Tensor]]:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import fxamp
+from tests.support.ranks import shard
 from tests.support.workers import Workers
 
 LOW = "O1,dtype=bf16"
@@ -28,11 +29,9 @@ def wrapped(how: str, model: nn.Module) -> Any:
         from torch.nn.parallel import DistributedDataParallel
 
         return DistributedDataParallel(fxamp.convert(model, policy=LOW))
-    from torch.distributed.fsdp import fully_shard
-
     if how == "FSDP2 of a view":
-        return fully_shard(fxamp.convert(model, policy=LOW))
-    fully_shard(model)
+        return shard(fxamp.convert(model, policy=LOW))
+    shard(model)
     return fxamp.convert(model, policy=LOW)
 
 

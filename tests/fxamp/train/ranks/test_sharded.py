@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import AdamW
 
 import fxamp
 from tests.fxamp.train.ranks.test_replicas import OVERFLOWS, alone, assert_as_alone, mine
+from tests.support.ranks import shard
 from tests.support.small import FP16, INF, SCALER, X, blocks, converted, step_of, weights_of
 from tests.support.workers import Workers, refused
 
@@ -37,17 +38,17 @@ def sharded(how: str, policy: str = FP16, low: dict[str, Any] | None = None) -> 
     if how == "without norms":
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 2))
-        return fully_shard(convert(model, policy), **given)
+        return shard(convert(model, policy), **given)
     if how == "whole":
-        return fully_shard(converted(policy), **given)
+        return shard(converted(policy), **given)
     parts: list[nn.Module] = list(blocks())
     if how == "converted":
         parts = copy.deepcopy(converted_blocks(policy))
     if how == "compiled":
         parts = [fxamp.compile(part, policy=policy, backend="eager") for part in parts]
     for part in parts:
-        fully_shard(part, **given)
-    return fully_shard(nn.Sequential(*parts), **given)
+        shard(part, **given)
+    return shard(nn.Sequential(*parts), **given)
 
 
 def train(model: dict[str, Any], x: Tensor, settings: dict[str, Any]) -> list[Any]:
@@ -134,8 +135,8 @@ def test_what_shards_cannot_be_asked_for(
 
 def shard_inside() -> list[Any]:
     model: Any = converted()
-    fully_shard(model[0])
-    fully_shard(model)
+    shard(model[0])
+    shard(model)
     step = step_of(model, **{**WINDOW, "scaler": fxamp.LossScaler(**SCALER)})
     results = [r for r in map(step, mine(OVERFLOWS, 2)) if r.reason != "accumulating"]
     return [[r.scale for r in results], [r.skipped for r in results], [2 * r.kept for r in results], weights_of(model)]

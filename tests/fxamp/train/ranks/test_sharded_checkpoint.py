@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_saver import save as save_any
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import StepLR
 
 import fxamp
 from tests.fxamp.train.ranks.test_replicas import mine
+from tests.support.ranks import shard
 from tests.support.small import BF16, FP16, INF, SCALER, X, converted, loss_of, step_of, weights_of
 from tests.support.workers import Workers
 
@@ -32,7 +32,7 @@ def made(how: str, policy: str = FP16, **settings: Any) -> fxamp.TrainStep:
     """Return a step of a model "alone", in "replicas", or "sharded"."""
     model: nn.Module = converted(policy)
     if how == "sharded":
-        fully_shard(model)
+        shard(model)
     if how == "replicas":
         model = DistributedDataParallel(model)
     optimizer = AdamW(model.parameters(), lr=1e-2)

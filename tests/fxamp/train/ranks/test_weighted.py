@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import fxamp
+from tests.support.ranks import shard
 from tests.support.small import X, blocks, step_of
 from tests.support.workers import Workers
 
@@ -36,7 +36,7 @@ def of_all() -> Tensor:
 def gradients(how: str, as_tensor: bool, flush: bool) -> list[Tensor]:
     """Return the gradients of one window as an optimizer sees them."""
     view = fxamp.convert(blocks(), policy="O0")
-    model: Any = DistributedDataParallel(view) if how == "replicas" else fully_shard(view)
+    model: Any = DistributedDataParallel(view) if how == "replicas" else shard(view)
     seen: list[Any] = []
     step = step_of(
         model, loss_fn=lambda output: output.square().mean(), optimizer=SGD(model.parameters(), lr=0.1),
