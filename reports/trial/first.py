@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 from collections.abc import Callable, Iterable
@@ -18,7 +19,9 @@ from fxamp.capture.call import current
 from fxamp.trust.preserved import fresh, preserved, same_random_state
 from fxamp.view.view import runner_of
 from passes._torch import pytree
+from passes.contract.plan import Decision
 from passes.contract.policy import Policy
+from passes.graph.notes import is_inserted
 from passes.graph.values import keys, source
 from passes.ops import ops
 
@@ -126,6 +129,9 @@ def _unequal(pair: Pair) -> tuple[str, str] | None:
 def _decided(pair: Pair, first: Node, differs: Iterable[Node]) -> tuple[str, str]:
     """Return the code and the key of the decision behind a node that differs."""
     expected, got, plan = pair.expected, pair.got, pair.plan
+    cause = _cause(pair, first.name)
+    if cause is not None:
+        return cause.code, cause.key
     names = {n.name: key for n, key in (expected.names | got.names).items()}  # where both have a node, ours
     while True:
         if ops.name(first) == "getitem" and isinstance(first.args[0], Node):
@@ -134,10 +140,6 @@ def _decided(pair: Pair, first: Node, differs: Iterable[Node]) -> tuple[str, str
         if not before:
             break
         first = before[0]
-    # A value that is held in another dtype is equal, and what reads it is not: that one was decided on.
-    held = [n for n in first.all_input_nodes if _dtype(expected, n) != _dtype(got, n)]
-    named = {d.key for d in plan.deviations if not d.graph}
-    first = next((n for n in held if names.get(n.name) in named), first)
     key, line = names[first.name], source(first)
     found = [d for d in plan.decisions if d.key == key and not d.graph]
     found = found or [d for d in plan.decisions if (d.op, d.source) == (ops.name(first), line)]
@@ -145,9 +147,30 @@ def _decided(pair: Pair, first: Node, differs: Iterable[Node]) -> tuple[str, str
     return (found[0].code if found else ""), key
 
 
-def _dtype(record: Record, node: Node) -> torch.dtype | None:
-    made = record.made.get(node.name)
-    return made.dtype if isinstance(made, Tensor) else None
+def _cause(pair: Pair, name: str) -> Decision | None:
+    """Return the nearest deviation in what a value is computed from, by way of what is not known to be as expected.
+
+    A value that is held in another dtype is equal, and what reads it may not be.
+    """
+    graph: Any = pair.got.module.graph
+    by_key = {d.key: d for d in pair.plan.deviations if not d.graph}
+    named = {n: by_key.get(key) for n, key in keys(n for n in graph.nodes if not is_inserted(n)).items()}
+    start = [n for n in graph.nodes if n.name == name]
+    waiting = collections.deque(start or graph.output_node().all_input_nodes)  # the body of a region is inlined
+    seen = {*waiting}
+    while waiting:
+        node = waiting.popleft()
+        if (found := named.get(node)) is not None:
+            return found
+        unlike = [n for n in node.all_input_nodes if n not in seen and not _is_as_expected(pair, n.name)]
+        seen.update(unlike)
+        waiting += unlike
+    return None
+
+
+def _is_as_expected(pair: Pair, name: str) -> bool:
+    a, b = pair.expected.made.get(name), pair.got.made.get(name)
+    return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
 
 
 @dataclass
