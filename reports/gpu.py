@@ -53,6 +53,7 @@ from reports.baseline import UnderAutocast  # noqa: E402
 from reports.casts import _machine, _word  # noqa: E402
 from reports.made import made as making  # noqa: E402
 from reports.made import write as write_report  # noqa: E402
+from reports.measure_facts import same  # noqa: E402
 from reports.timing import interleaved  # noqa: E402
 from reports.trial.cuda import rows_of  # noqa: E402
 from reports.trial.first import Calls  # noqa: E402
@@ -801,7 +802,7 @@ VERDICTS = ("equal", "fails in eager mode", "fails in Dynamo", "as captured", "d
 def verdict(program: Program, low: torch.dtype) -> str:
     """Return what becomes of a program at O1: outputs and gradients are compared with those of autocast, bit by bit."""
 
-    def outcome(called: Callable[[nn.Module], Any]) -> list[Tensor | None]:
+    def outcome(called: Callable[[nn.Module], Any]) -> list[Tensor]:
         torch.compiler.reset()
         model, args = program.build()
         call = called(model.to(DEVICE))
@@ -810,7 +811,7 @@ def verdict(program: Program, low: torch.dtype) -> str:
         outputs = floats(call(*args))
         if trained := [t.double().mean() for t in outputs if t.requires_grad]:
             torch.stack(trained).sum().backward()
-        return [*(t.detach() for t in outputs), *(p.grad for p in model.parameters())]
+        return [*(t.detach() for t in outputs), *(p.grad for p in model.parameters() if p.grad is not None)]
 
     try:
         expected = outcome(lambda model: UnderAutocast(model, low, DEVICE))
@@ -825,21 +826,14 @@ def verdict(program: Program, low: torch.dtype) -> str:
 
     try:
         got = outcome(view)
-        if all(map(_same, expected, got)):
+        if same(expected, got):
             return VERDICTS[0]
         captured = outcome(lambda model: torch.compile(UnderAutocast(model, low, DEVICE), backend="eager"))
     except dynamo_errors().TorchRuntimeError:
         return VERDICTS[2]
-    if all(map(_same, captured, got)):
+    if same(captured, got):
         return VERDICTS[3]
     return VERDICTS[4] if fxamp.plan_of(views[0]).deviations else "differs"
-
-
-def _same(a: Tensor | None, b: Tensor | None) -> bool:
-    """Say whether two tensors have the same dtype and bits, any NaN being equal to any other."""
-    if a is None or b is None:
-        return a is b
-    return a.dtype == b.dtype and torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan())
 
 
 # The facts of measure_facts.py.

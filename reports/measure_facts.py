@@ -404,7 +404,7 @@ def _equal_on_all(
     """Say whether two ways agree, over all values or over the grid of shapes, strides and distributions."""
     for op, shapes in case.calls:
         if not shapes:
-            if not all(_same(*both_ways(op, [x])) for x in _every_value(low, device)):
+            if not all(same(*both_ways(op, [x])) for x in _every_value(low, device)):
                 return False
             continue
         seen = 0
@@ -414,7 +414,7 @@ def _equal_on_all(
             if draw % 2:  # the same shape, with other strides
                 tensors = [t.mT.contiguous().mT if t.dim() > 1 else t for t in tensors]
             ours, other = both_ways(op, tensors)
-            if not _same(ours, other):
+            if not same(ours, other):
                 return False
             seen += sum(y.numel() for y in ours)
             if draw >= 5 and seen >= outputs:
@@ -450,7 +450,7 @@ def _floats(made: Any) -> list[Tensor]:
     return [y for y in (made if isinstance(made, (tuple, list)) else [made]) if y.is_floating_point()]
 
 
-def _same(a: list[Tensor], b: list[Tensor]) -> bool:
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
     """Say whether tensors are equal, any NaN being equal to any other."""
     return len(a) == len(b) and all(
         x.dtype == y.dtype and x.shape == y.shape and bool(((x == y) | (x.isnan() & y.isnan())).all())

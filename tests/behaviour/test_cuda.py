@@ -96,6 +96,34 @@ def test_cross_entropy_rounds_the_logarithms_of_low_logits_as_autocast_does_on_c
     assert not torch.equal(got, F.cross_entropy(logits.float(), model.target, **settings))
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {}, {"label_smoothing": 0.1}, {"weight": torch.arange(1.0, 6), "label_smoothing": 0.1},
+        {"reduction": "none", "ignore_index": 2}, {"reduction": "sum", "of": "probabilities"},
+        {"of": "probabilities", "label_smoothing": 0.2},
+    ],
+)  # fmt: skip
+def test_at_o0_the_losses_that_are_made_for_cuda_are_eagers_at_every_batch_size(settings: dict[str, Any]) -> None:
+    settings = dict(settings)
+    probabilities = settings.pop("of", "") != ""
+
+    def loss(m: Any, x: Tensor) -> Tensor:
+        target = x[:, :5].softmax(-1) if probabilities else x[:, :5].argmax(-1)
+        return F.cross_entropy(m.layer(x), target, **settings)
+
+    model, x = Computes(loss), torch.randn(4, 6)
+    program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("batch", min=2, max=64)},))
+    module = fxamp.convert(program, policy="O0,device=cuda")
+    for batch in (x, torch.randn(9, 6)):
+        got, expected = module(batch), model(batch)
+        assert torch.equal(got, expected)
+        for a, b in zip(
+            *(torch.autograd.grad(y.sum(), [*model.layer.parameters()]) for y in (got, expected)), strict=True
+        ):
+            assert torch.equal(a, b)
+
+
 def test_cross_entropy_that_the_policy_names_is_not_taken_apart() -> None:
     def loss(m: Any, x: Tensor) -> Tensor:
         return F.cross_entropy(m.layer(x), m.target)
