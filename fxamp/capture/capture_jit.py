@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable, Set
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -201,22 +201,26 @@ class _Description:
             return dtypes_of(value) if low else without_low(dtypes_of(value))
 
     def _describe_cast(self, node: Node, value: Any, held: dict[Node, Any]) -> None:
-        """Note the meaning of a cast, and replace a dtype that is low because of autocast."""
+        """Note the meaning of a cast, or of another `dtype=`, and replace one that is low because of autocast."""
         given, fp32 = literal_dtype(node), self._is_fp32(node)
         low = self.ambient and given == self.policy.dtype and not _is_method(node)  # the code names all other dtypes
-        if low and (given in self.authors or (given in self.by_regions and not fp32)):
+        if not low:
+            return
+        if given in self.authors or (given in self.by_regions and not fp32):
             self.doubtful.add(node)
             return
-        if low and ops.name(node) == "to":
+        read = None if fp32 else given
+        if ops.name(node) == "to":
             _settle(node, torch.float32)
-        elif low and (fp32 or not row_of(node).exact):
+            note(node, cast="baked" if fp32 else "autocast", read=read)
+        elif row_of(node).converts_first and _is_float(first := node.args[0] if node.args else None):
             cast = _without_read(node)
-            before: Any = cast.args[0]
-            cast.meta["val"] = retyped(before.meta.get("val", value), torch.float32)
+            cast.meta["val"] = retyped(first.meta["val"], torch.float32)
             held[cast] = torch.float32
-            node = cast
-        if low and ops.name(node) == "to":
-            note(node, cast="baked" if fp32 else "autocast", read=None if fp32 else given)
+            note(cast, cast="baked" if fp32 else "autocast", read=read)
+        else:  # a factory: numbers that it makes in FP32 and casts may be others
+            _settle(node, torch.float32)
+            note(node, read=read)
 
     def _is_fp32(self, node: Node) -> bool:
         """Say whether a node is in a place where nothing may be low."""
@@ -316,22 +320,19 @@ def _without_read(node: Node) -> Node:
     """Remove from an op a `dtype=` that is low because of autocast; return an FP32 cast that replaces it.
 
     Before: softmax(x, 1, dtype=bfloat16)        After: softmax(to(x, float32), 1)
-    Before: zeros(2, dtype=bfloat16)             After: to(zeros(2, dtype=float32), float32)
     """
-    graph, value = node.graph, node.args[0] if node.args else None
-    floating = isinstance(value, Node) and is_floating(dtypes_of(value.meta.get("val")))
-    first = floating and row_of(node).converts_first
-    if first:  # autocast's lists do not apply to a call that names its dtype
-        note(node, dtype_argument=literal_dtype(node))
-    _settle(node, None if first else torch.float32)
-    with graph.inserting_before(node) if first else graph.inserting_after(node):
-        cast = graph.call_method("to", (value if first else node, torch.float32))
-    if first:
-        node.args = (cast, *node.args[1:])
-    else:
-        node.replace_all_uses_with(cast, delete_user_cb=lambda user: user is not cast)
+    value: Any = node.args[0]
+    note(node, dtype_argument=literal_dtype(node))  # autocast's lists do not apply to a call that names its dtype
+    _settle(node, None)
+    with node.graph.inserting_before(node):
+        cast = node.graph.call_method("to", (value, torch.float32))
+    node.args = (cast, *node.args[1:])
     cast.meta = origin(node)
     return cast
+
+
+def _is_float(value: Any) -> TypeGuard[Node]:
+    return isinstance(value, Node) and is_floating(dtypes_of(value.meta.get("val")))
 
 
 def attribute_of(gm: GraphModule, path: str) -> Any:

@@ -119,10 +119,9 @@ def _runs_as_captured(node: Node, assignment: Assignment) -> bool:
 
 def _is_touched(node: Node, assignment: Assignment) -> bool:
     colouring, note = assignment.colours.get(node), note_of(node)
-    reads = note.read is not None and not row_of(node).is_cast
     # Casts of operands may have become the user's own cast, so that operands have their captured dtypes again.
     changed = colouring is not None and (colouring.set_dtype is not None or bool(colouring.operand_dtypes))
-    return reads or is_inserted(node) or note.absorbed_cast or changed
+    return is_inserted(node) or note.absorbed_cast or changed
 
 
 def _name(node: Node) -> str:

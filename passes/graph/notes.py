@@ -38,7 +38,7 @@ class Note:
         constant: The number that it holds, if that is known.
         cast: For a cast: "literal", "relative" or "undecided". Just in time also "autocast", if the program has this
             dtype under autocast, or "baked", if nothing is known but the dtype.
-        read: The dtype that the program reads at this place under autocast.
+        read: For a cast, or a factory: the dtype that the program reads at this place under autocast.
         autocast: The dtypes of its value under autocast, if they were seen.
         under_autocast: The call runs under autocast as a whole.
         low_of_its_own: For an output: its low dtype, if the model itself makes it low without autocast.

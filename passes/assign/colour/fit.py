@@ -52,7 +52,7 @@ def fit_kernel(state: State, node: Node, colouring: Colouring) -> tuple[Colourin
 
 def _result_dtypes(state: State, node: Node, colouring: Colouring) -> ValueDtype:
     """Return the dtypes of the results of a decision; raise what the kernel raises on its operands."""
-    if colouring.kind == "cast":
+    if colouring.kind == "cast" or colouring.set_dtype is not None:
         return colouring.dtype
     if colouring.kind == AS_AUTOCAST:
         return _under_autocast(state, node) if state.autocast else state.under_autocast(node)
@@ -131,6 +131,6 @@ def _in_fp32(state: State, site: Site, colouring: Colouring, dtypes: ValueDtype)
         return colouring, dtypes  # a low value of the user's: writes would not reach an FP32 copy
     why = Code.LITERAL("a number does not fit the low dtype")
     colouring = all_to(state, site.of_kind(colouring.kind), torch.float32, why, settled=True)
-    if dtype_reference(node) is not None or note_of(node).read is not None:
+    if dtype_reference(node) is not None:
         return replace(colouring, set_dtype=torch.float32), torch.float32
     return fit_kernel(state, node, colouring)

@@ -101,7 +101,12 @@ def factories(self: Model, x: Tensor) -> Tensor:
     return h + ones / 3 + steps / 7 + torch.full((6,), 0.1, dtype=h.dtype) + torch.tensor(0.3, dtype=h.dtype)
 
 
-FACTORIES = [mask_of_a_factory, sum_of_a_comparison, factories]
+def window_and_writes(self: Model, x: Tensor) -> Tensor:
+    h = self.l(x)
+    return torch.hann_window(6, dtype=h.dtype) * torch.zeros(4, 6, dtype=h.dtype).add_(0.1).mul_(h)
+
+
+FACTORIES = [mask_of_a_factory, sum_of_a_comparison, factories, window_and_writes]
 
 
 def smallest_number(self: Model, x: Tensor) -> Tensor:
@@ -197,6 +202,14 @@ def test_o1_is_autocast_bit_for_bit_whatever_reads_a_dtype(forward: Any, low: to
     got = fxamp.compile(model, policy=fxamp.Policy("O1", dtype=low), backend="eager")(example())
     assert got.dtype == model(example()).dtype
     assert torch.equal(expected.float(), got.float())
+
+
+@pytest.mark.parametrize("forward", [factories, window_and_writes])
+def test_a_factory_makes_the_dtype_that_it_read_without_a_cast(forward: Any) -> None:
+    view = fxamp.convert(Model(forward), (example(),), policy="O1,output_dtype=autocast,modules.m=fp32")
+    casts = [n for gm in fxamp.graphs(view) for n in gm.graph.nodes if n.target == "to"]
+    assert not casts
+    assert not fxamp.plan_of(view).deviations
 
 
 @pytest.mark.parametrize("forward", every_other(1))
