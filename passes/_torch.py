@@ -48,6 +48,7 @@ flat_by = torch.fx._pytree.tree_flatten_spec  # `Graph.process_inputs` takes no 
 copy_together = torch._foreach_copy_  # copies many tensors, on an accelerator by one launch; the dtypes may differ
 current_autograd_node = torch._C._current_autograd_node  # that is running in this thread; None outside of backward
 sequence_number = torch._C._autograd._get_sequence_nr  # that autograd will give to the next op that this thread records
+is_transformed = torch._C._functorch.is_functorch_wrapped_tensor  # whether a transform of `torch.func` wraps a tensor
 in_transform = torch._C._are_functorch_transforms_active  # whether a transform of `torch.func`, as vmap, is running
 without_modes = _disable_current_modes  # inside a trace too tensors are then real, and nothing is recorded
 is_traced_by_fx = torch.fx._symbolic_trace.is_fx_symbolic_tracing  # whether `torch.fx.symbolic_trace` is running
@@ -393,10 +394,10 @@ def _dtype_of_buffer(graph: Any, name: str) -> torch.dtype | None:
 
 def without_transforms(value: Any) -> Any:
     """Replace a fake tensor wrapped by torch.func, as by vmap, by a plain one of the sizes visible inside it."""
-    if not isinstance(value, torch.Tensor) or not torch._C._functorch.is_functorch_wrapped_tensor(value):
+    if not isinstance(value, torch.Tensor) or not is_transformed(value):
         return value
     inside = value
-    while torch._C._functorch.is_functorch_wrapped_tensor(inside):
+    while is_transformed(inside):
         inside = torch._C._functorch.get_unwrapped(inside)
     if not isinstance(inside, FakeTensor):
         return value

@@ -11,13 +11,13 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable, Set
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from passes._torch import enter_autocast, exit_autocast, pytree, source_name, without_transforms
+from passes._torch import enter_autocast, exit_autocast, is_transformed, pytree, source_name, without_transforms
 from passes.contract.policy import Policy, module_override, type_names
 from passes.graph.bodies import bodies_of
 from passes.graph.notes import Region, note, note_of, origin
@@ -54,7 +54,7 @@ def ambient_dtype(graph: Graph, device: str) -> torch.dtype | None:
     for node in reversed(region):
         graph.erase_node(node)
     kind, dtype, *_ = region[0].args
-    return _low_of((device, True, dtype)) if kind == device else None  # type: ignore[arg-type]
+    return _low_of((device, True, dtype, True)) if kind == device else None  # type: ignore[arg-type]
 
 
 def _whole_region(graph: Graph) -> tuple[Node, Node] | None:
@@ -159,7 +159,7 @@ class _Description:
         if region is None or not region[1]:
             refuse_mixed(node, dtype_of)
             return self.infer(node, dtype_of)
-        device, _, dtype = region
+        device, _, dtype, _ = region
         with torch.autocast(device, dtype, cache_enabled=False):
             return self.of_regions.setdefault(region, Inference())(node, dtype_of)
 
@@ -169,7 +169,7 @@ class _Description:
         if call and is_floating(dtypes_of(value)):
             self._describe_cast(node, value, held)
         if call and self._runs_under_autocast(node):
-            note(node, autocast=dtypes_of(value))
+            note(node, autocast=dtypes_of(value), under_autocast=_is_opaque(node))
         if self.ambient and call:
             return retyped(value, self._inferred(node, value, held))
         if self.ambient and inside and node.op == "placeholder":
@@ -177,14 +177,16 @@ class _Description:
         return value
 
     def _runs_under_autocast(self, node: Node) -> bool:
-        """Say whether a call is to be what it was in this trace, and the policy asks for autocast.
+        """Say whether a call is to be what it was in this trace under autocast.
 
-        An op without a rule is, and a recurrent layer that is not decomposed, since that would unroll it.
+        An op on jagged tensors is, or under torch.vmap, whose batching rules cast otherwise: a linear gives FP32 there.
+        If the policy asks for it, so are an op without a rule, and a recurrent layer, which is not to be unrolled.
         """
-        asked = self.ambient and self.policy.level.rounds and self.policy.unknown_ops == "autocast"
+        asked = self.policy.unknown_ops == "autocast"
         row = row_of(node)
         whole = row.recurrent and row.kind(str(self.policy.device)) == COMPOSITE
-        return asked and (not row.known or whole)
+        traced = self.ambient and self.policy.level.rounds
+        return traced and (_is_opaque(node) or (asked and (not row.known or whole)))
 
     def _inferred(self, node: Node, value: Any, held: dict[Node, Any]) -> Any:
         """Return the dtypes of a node's outputs without autocast, even if fake tensors cannot run the node.
@@ -209,13 +211,13 @@ class _Description:
         if given in self.authors or (given in self.by_regions and not fp32):
             self.doubtful.add(node)
             return
-        read = None if fp32 else given
+        row, operand, read = row_of(node), next((o.node for o in ops.operands(node)), None), None if fp32 else given
         if ops.name(node) == "to":
             _settle(node, torch.float32)
             note(node, cast="baked" if fp32 else "autocast", read=read)
-        elif row_of(node).converts_first and _is_float(first := node.args[0] if node.args else None):
-            cast = _without_read(node)
-            cast.meta["val"] = retyped(first.meta["val"], torch.float32)
+        elif (row.converts_first or row.never_narrows) and operand is not None and is_floating(held.get(operand)):
+            cast = _without_read(node, operand)
+            cast.meta["val"] = retyped(operand.meta["val"], torch.float32)
             held[cast] = torch.float32
             note(cast, cast="baked" if fp32 else "autocast", read=read)
         else:  # a factory: numbers that it makes in FP32 and casts may be others
@@ -250,6 +252,12 @@ def _named_in_body(node: Node, like: Any) -> Any:
     outputs: Any = bodies[0].graph.output_node().args[0] if len(bodies) == 1 else ()
     found = tuple(dtypes_of(getattr(n, "meta", {}).get("val")) for n in outputs)
     return found if bodies and isinstance(like, tuple) and len(like) == len(found) else None
+
+
+def _is_opaque(node: Node) -> bool:
+    """Say whether a value, or an operand, is jagged or wrapped by a transform of torch.func."""
+    values = pytree.tree_leaves([n.meta.get("example_value") for n in (node, *node.all_input_nodes)])
+    return any(isinstance(v, torch.Tensor) and (v.is_nested or is_transformed(v)) for v in values)
 
 
 def _is_method(node: Node) -> bool:
@@ -292,7 +300,7 @@ def _may_be_fused(attention: nn.MultiheadAttention) -> bool:
 
 def _low_of(region: Region) -> torch.dtype:
     """Return the low dtype of an enabled autocast region; one that names none has torch's."""
-    device, _, dtype = region
+    device, _, dtype, _ = region
     return dtype or torch.get_autocast_dtype(device)
 
 
@@ -302,8 +310,8 @@ def describe_regions(nodes: Iterable[Node], outside: Region | None) -> None:
     for node in nodes:
         if node.target is enter_autocast:
             settings: Any = node.args
-            kind, dtype, enabled, _ = settings
-            regions.append((node, (str(kind), bool(enabled), dtype)))
+            kind, dtype, enabled, cached = settings
+            regions.append((node, (str(kind), bool(enabled), dtype, cached is not False)))
         elif node.target is exit_autocast:
             regions = [r for r in regions if r[0] is not node.args[0]]
         elif regions and node.op.startswith("call"):
@@ -316,23 +324,18 @@ def _settle(node: Node, dtype: torch.dtype | None) -> None:
     node.args, node.kwargs = pytree.tree_map(lambda a: dtype if a is given else a, (node.args, node.kwargs))
 
 
-def _without_read(node: Node) -> Node:
-    """Remove from an op a `dtype=` that is low because of autocast; return an FP32 cast that replaces it.
+def _without_read(node: Node, operand: Node) -> Node:
+    """Remove from an op a `dtype=` that is low because of autocast; return an FP32 cast of its operand instead.
 
     Before: softmax(x, 1, dtype=bfloat16)        After: softmax(to(x, float32), 1)
     """
-    value: Any = node.args[0]
     note(node, dtype_argument=literal_dtype(node))  # autocast's lists do not apply to a call that names its dtype
     _settle(node, None)
     with node.graph.inserting_before(node):
-        cast = node.graph.call_method("to", (value, torch.float32))
-    node.args = (cast, *node.args[1:])
+        cast = node.graph.call_method("to", (operand, torch.float32))
+    node.replace_input_with(operand, cast)
     cast.meta = origin(node)
     return cast
-
-
-def _is_float(value: Any) -> TypeGuard[Node]:
-    return isinstance(value, Node) and is_floating(dtypes_of(value.meta.get("val")))
 
 
 def attribute_of(gm: GraphModule, path: str) -> Any:

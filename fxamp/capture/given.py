@@ -178,8 +178,8 @@ def _inline(gm: GraphModule, node: Node) -> list[Node]:
             leave, entered = SET_GRAD, gm.graph.call_function(grad_mode)
             gm.graph.call_function(SET_GRAD, settings)
         else:
-            device, dtype, enabled, _ = settings
-            region = (str(device), bool(enabled), dtype)  # type: ignore[assignment]
+            device, dtype, enabled, cached = settings
+            region = (str(device), bool(enabled), dtype, cached is not False)  # type: ignore[assignment]
             leave, entered = exit_autocast, gm.graph.call_function(enter_autocast, settings)
         copied, result = copy_body(gm.graph, body.graph, operands)
         gm.graph.call_function(leave, (entered,))

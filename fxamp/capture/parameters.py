@@ -87,7 +87,7 @@ def _listed(low: Sequence[tuple[str, torch.dtype]]) -> str:
 def opaque_parameters(named: Iterable[tuple[str, Any]]) -> tuple[str, ...]:
     """Return a note for the plan that lists the weights of a tensor subclass; none for shards, which are plain."""
     # Dynamo and the exporter take such a tensor apart by `__tensor_flatten__`.
-    wrappers = [(n, type(p).__name__) for n, p in named if hasattr(p, "__tensor_flatten__")]
-    found = [(n, kind) for n, kind in wrappers if kind != "DTensor"]
+    wrappers = [(n, p) for n, p in named if isinstance(p, nn.Parameter) and hasattr(p, "__tensor_flatten__")]
+    found = [(n, kind) for n, p in wrappers if (kind := type(p).__name__) != "DTensor"]
     listed = ", ".join(f"'{n}' ({kind})" for n, kind in found[:3])
     return (f"{len(found)} weight(s) are opaque, read as under autocast: {listed}",) if found else ()

@@ -79,6 +79,8 @@ def strided(tree: Any) -> list[torch.Tensor]:
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the same numbers with strides."""
+    if tensor.is_nested:
+        return tensor.values()
     return tensor if tensor.layout is torch.strided else tensor.to_dense()
 
 

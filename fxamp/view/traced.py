@@ -58,12 +58,23 @@ def convert_views(
     """
     places = [n for n in gm.graph.nodes if n.op == "placeholder"]
     given = dict(zip(places, inputs, strict=False))
-    entered = [n for n in gm.graph.nodes if n.target is enter_autocast and n.args[3] is False]
+    entered = _marked(gm.graph)
     for enter in entered:
         _Region(gm, enter, given, runners).convert(made, eager)
     if not entered and torch.is_autocast_enabled(runners[0].device) and not torch.is_autocast_cache_enabled():
         _convert(gm, inputs, _runner_of(runners, inputs), made, eager)  # after a break inside the region of a view
     gm.recompile()
+
+
+def _marked(graph: Graph) -> list[Node]:
+    """Return where the regions of views begin; what is marked in the same way inside one is the author's."""
+    found, inside = list[Node](), None
+    for node in graph.nodes:
+        if inside is None and node.target is enter_autocast and node.args[3] is False:
+            found.append(inside := node)
+        elif inside is not None and node.target is exit_autocast and node.args[0] is inside:
+            inside = None
+    return found
 
 
 def _convert(gm: GraphModule, inputs: Sequence[Any], runner: Runner, made: list[Entry], eager: bool) -> None:

@@ -98,7 +98,7 @@ def _share(graph: Graph, assignment: Assignment, mode: str) -> int:
     first: dict[Any, Node] = {}
     for clamp in [n for n in graph.nodes if note_of(n).made_by == CLAMP_OPERAND]:
         value: Any = clamp.args[0]
-        if len(clamp.args) == 1 or not shares_cast(mode, value, False, grad):
+        if len(clamp.args) == 1 or not shares_cast(mode, value, clamp, False, grad):
             continue
         keep = first.setdefault((*clamp.args, modes[clamp], aliases.epoch(value, clamp)), clamp)
         if keep is not clamp:
@@ -108,7 +108,7 @@ def _share(graph: Graph, assignment: Assignment, mode: str) -> int:
         if not is_inserted(cast) and not _is_lent(cast, assignment, aliases):
             continue
         by_rule = all(u in assignment.colours and assignment.colours[u].kind == LOW for u in cast.users)
-        if not shares_cast(mode, value, is_inserted(cast) and by_rule, grad):
+        if not shares_cast(mode, value, cast, is_inserted(cast) and by_rule, grad):
             continue
         keep = first.setdefault((*_what_is_cast(cast), modes[cast], aliases.epoch(value, cast)), cast)
         if keep is cast or not is_inserted(cast) or (cast.target is cast_weight and not is_inserted(keep)):

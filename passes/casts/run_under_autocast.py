@@ -1,4 +1,4 @@
-"""Pass 5: run ops without a rule under `torch.autocast`, which casts whatever they call inside.
+"""Pass 5: run ops that the rules do not cover under `torch.autocast`, which casts whatever they call inside.
 
 Before: attention(q, k)                                   q, k: in the dtypes that autocast hands the op
 After:  under_autocast(attention, "cpu", bfloat16, q, k)
@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from .._torch import enter_autocast, exit_autocast
 from ..contract.policy import Policy
 from ..form import AS_AUTOCAST, Ensures, Unit
-from ..graph.notes import note_of, region_on
+from ..graph.notes import region_on
 from ..ops import ops
 from ..runtime.regions import under_autocast
 
@@ -26,14 +27,19 @@ class RunUnderAutocast:
 
     def __call__(self, unit: Unit) -> dict[str, int]:
         """Put the calls of one graph under autocast, in place."""
-        edits = 0
-        for node in unit.graph.nodes:
+        graph, edits = unit.graph, 0
+        for node in list(graph.nodes):
             colouring = unit.decided.colours.get(node)
-            if colouring is None or colouring.kind != AS_AUTOCAST or note_of(node).under_autocast:
+            if colouring is None or colouring.kind != AS_AUTOCAST:
                 continue
-            region = region_on(node, str(self.policy.device))
+            region, op = region_on(node, str(self.policy.device)), ops.operator_of(node)
             low = (region and region[2]) or self.policy.dtype
-            node.args = (ops.operator_of(node), self.policy.device, low, *node.args)
-            node.target = under_autocast
+            if op is not None:
+                node.target, node.args = under_autocast, (op, self.policy.device, low, *node.args)
+            else:  # a method or a Python function, which the code of a graph cannot hold as an argument
+                with graph.inserting_before(node):
+                    entered = graph.call_function(enter_autocast, (self.policy.device, low, True, True))
+                with graph.inserting_after(node):
+                    graph.call_function(exit_autocast, (entered,))
             edits += 1
         return {"call": edits}

@@ -57,14 +57,16 @@ def requires_grad(graph: Graph) -> frozenset[Node]:
     return frozenset(out)
 
 
-def shares_cast(mode: str, value: Node, by_rule_low: bool, grad: frozenset[Node]) -> bool:
-    """Say whether an op may read a cast of a value that another op reads.
+def shares_cast(mode: str, value: Node, reader: Node, by_rule_low: bool, grad: frozenset[Node]) -> bool:
+    """Say whether an op, or a cast before it, may read a cast of a value that another op reads.
 
     The modes are "always"; "weights" for parameters only; "never"; "storage" and "large storage" where autocast does
-    so, or no gradient flows. For ops that are low by their rule autocast keeps the low copies of leaves.
+    so, or no gradient flows. For ops that are low by their rule autocast keeps the low copies of leaves, except in the
+    author's own regions with `cache_enabled=False`.
     """
     if mode.endswith("storage"):
-        return value not in grad or (by_rule_low and is_leaf(value))
+        region = note_of(reader).region
+        return value not in grad or (by_rule_low and is_leaf(value) and (region is None or region[3]))
     return mode == "always" or (mode == "weights" and is_parameter(value))
 
 

@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from .._torch import FakeTensor
 from ..ops.ops import NOTE
 
-Region = tuple[str, bool, torch.dtype | None]  # device type, enabled, dtype
+Region = tuple[str, bool, torch.dtype | None, bool]  # device type, enabled, dtype, whether casts are cached
 
 # The rewrites that make nodes, as "pass/rewrite". The first two make casts, which are then not the user's.
 CAST_OPERAND, RESTORE_OUTPUT = "insert-casts/operand", "insert-casts/output"
@@ -33,7 +33,7 @@ class Note:
     Attributes:
         made_by: The rewrite of fxamp that made the node, as "pass/rewrite"; "" for a captured node.
         leaf: For an opaque module: the name of its type, which is part of the op's name.
-        region: The autocast region in the model's own code that contains it: device type, enabled, dtype.
+        region: The autocast region in the model's own code that contains it.
         role: "parameter" or "buffer", if the model holds the value; "buffer" also for any other tensor that it holds.
         constant: The number that it holds, if that is known.
         cast: For a cast: "literal", "relative" or "undecided". Just in time also "autocast", if the program has this

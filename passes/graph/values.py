@@ -291,6 +291,8 @@ def concrete_size(size: Any) -> Any:
     """Return a concrete number for a symbolic one, others unchanged; every size that only data decides counts as 4."""
     if not isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return size
+    if size.node.is_nested_int():  # of a jagged dimension
+        return 4
     expr = size.node.expr.xreplace(example_sizes(size))
     number = expr.xreplace(dict.fromkeys(expr.free_symbols, 4))
     return {int: int, float: float, bool: bool}[size.node.pytype](number)

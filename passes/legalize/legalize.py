@@ -92,31 +92,22 @@ def cast_before_norms(graph: Graph) -> int:
     edits = 0
     for node in list(graph.nodes):
         dtype = ops.argument(node, "dtype") if row_of(node).never_narrows else None
-        if isinstance(dtype, Node) or dtype in LOW_DTYPES:
-            _cast_first(node, dtype)
-            note(node, dtype_argument=dtype if dtype in LOW_DTYPES else None)
-            edits += 1
+        if not isinstance(dtype, Node) and dtype not in LOW_DTYPES:
+            continue
+        value: Any = node.args[0] if node.args else next(ops.operands(node)).node
+        with graph.inserting_before(node):
+            cast = graph.call_method("to", (value, dtype))
+        cast.meta = origin(node)
+        note(cast, made_by=CAST_NORM)
+        if isinstance(gives := dtypes_of(node.meta.get("val")), torch.dtype):
+            cast.meta["val"] = retyped(value.meta.get("val"), gives)
+        names = ops.names_of(node)
+        node.args = tuple(None if names[i : i + 1] == ("dtype",) else a for i, a in enumerate(node.args))
+        node.kwargs = {k: v for k, v in node.kwargs.items() if k != "dtype"}
+        node.replace_input_with(value, cast)
+        note(node, dtype_argument=None if isinstance(dtype, Node) else dtype)
+        edits += 1
     return edits
-
-
-def _cast_first(node: Node, dtype: Any) -> None:
-    value: Any = node.args[0] if node.args else next(ops.operands(node)).node
-    gives: Any = dtypes_of(node.meta.get("val"))  # its dtypes without autocast
-    with node.graph.inserting_before(node):
-        if isinstance(dtype, Node):
-            cast = node.graph.call_method("to", (value, dtype))
-        else:
-            cast = node.graph.call_function(aten.to.dtype, (value, gives or dtype))
-    cast.meta = origin(node)
-    note(cast, made_by=CAST_NORM)
-    if gives not in (None, dtype):
-        note(cast, cast="autocast", read=dtype)
-    if gives is not None:
-        cast.meta["val"] = retyped(value.meta.get("val"), gives)
-    names = ops.names_of(node)
-    node.args = tuple(None if names[i : i + 1] == ("dtype",) else a for i, a in enumerate(node.args))
-    node.kwargs = {k: v for k, v in node.kwargs.items() if k != "dtype"}
-    node.replace_input_with(value, cast)
 
 
 def split_losses(graph: Graph, whole: Container[Node] = ()) -> int:

@@ -256,3 +256,31 @@ def test_a_region_that_names_no_dtype_has_torchs(way: str) -> None:
     assert [t.dtype for t in got] == [t.dtype for t in wanted] == [BF16, BF16]
     assert all(map(torch.equal, got, wanted))
     assert not any("captured without autocast" in note for note in fxamp.plan_of(module).notes)
+
+
+def without_cache(self: Any, x: Tensor) -> Any:
+    with torch.autocast("cpu", BF16, cache_enabled=False):
+        return self.l(self.l(self.l(x)))
+
+
+@pytest.mark.parametrize("policy", ["O1", "O1,share_casts=always", "O2"])
+def test_where_the_author_turns_the_cache_off_gradients_are_summed_in_fp32(policy: str) -> None:
+    model, x = Two(without_cache), torch.randn(4, 6)
+    with torch.autocast("cpu"):
+        (theirs,) = torch.autograd.grad(model(x).float().square().sum(), [model.l.weight])
+    view = fxamp.convert(model, (x,), policy=policy)
+    (ours,) = torch.autograd.grad(view(x).float().square().sum(), [model.l.weight])
+    assert torch.equal(ours, theirs) == (policy == "O1")
+
+
+def test_such_a_region_in_a_compiled_step_is_the_authors() -> None:
+    x, y = torch.randn(4, 6), torch.zeros(4, 6)
+    weights = []
+    for compiled in (False, "eager"):
+        torch.manual_seed(0)
+        model = Two(without_cache)
+        optimizer = torch.optim.SGD(model.l.parameters(), 0.1)
+        step = fxamp.TrainStep(fxamp.convert(model), nn.functional.mse_loss, optimizer, compile=compiled)
+        step(x, y)
+        weights.append(model.l.weight.detach().clone())
+    assert torch.equal(*weights)

@@ -38,6 +38,7 @@ from ..census.rows import Ledger, ledgers_of, where_of
 from ..census.step import Given, watched_graphs
 from ..error.emulation import raised
 from ..given_step import Batch, GivenStep, Loss, as_before, given_step
+from ..tensors import dense
 from ..watch import Place, Ran, Watch, floats_in, gives_view
 
 _RUNS = 6  # of the step, to find a cure
@@ -504,7 +505,7 @@ _LOW = tuple(map(dtype_name, LOW_DTYPES))
 def _range(t: Tensor) -> tuple[float, float]:
     """Return the least and the largest value of a tensor, NaN if it holds one; (0, 0) if it holds none."""
     if t.layout is not torch.strided:
-        t = t.coalesce().values() if t.layout is torch.sparse_coo else t.to_dense()
+        t = t.coalesce().values() if t.layout is torch.sparse_coo else dense(t)
     t = torch.view_as_real(t.detach()) if t.is_complex() else t.detach()
     if not t.numel() or t.is_meta or t.element_size() < 2:
         return 0.0, 0.0

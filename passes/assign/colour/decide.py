@@ -86,13 +86,12 @@ def _intent(state: State, node: Node) -> Intent:
 
 
 def _as_read(state: State, site: Site) -> Colouring | None:
-    """Colour an autograd function as under autocast, and a factory as the dtype that the user's code read there."""
-    note = note_of(site.node)
-    colouring = as_autocast(state, site) if note.under_autocast else None
-    if colouring is not None or note.read is None:
-        return colouring
-    why = Code.DTYPE_ARGUMENT(f"under autocast your code reads {note.read} here")
-    return Colouring(note.read, FOLLOW, why, settled=True, set_dtype=note.read)
+    """Colour an op on jagged tensors as under autocast, and a factory as the dtype that the user's code read there."""
+    read = note_of(site.node).read
+    if read is None:
+        return (_overridden(state, site) or as_autocast(state, site)) if note_of(site.node).under_autocast else None
+    why = Code.DTYPE_ARGUMENT(f"under autocast your code reads {read} here")
+    return Colouring(read, FOLLOW, why, settled=True, set_dtype=read)
 
 
 def _in_place(state: State, site: Site) -> Colouring | None:

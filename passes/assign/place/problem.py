@@ -222,7 +222,7 @@ def _nets(node: Node, uses: Uses, modes: Mapping[Node, tuple[bool | None, int]])
             continue
         by_rule = reader in simulation.colours and simulation.colours[reader].kind == LOW
         when = modes.get(reader), simulation.aliases.epoch(node, reader)
-        key = when if (shared := shares_cast(mode, node, by_rule, uses.grad)) else reader
+        key = when if (shared := shares_cast(mode, node, reader, by_rule, uses.grad)) else reader
         casts.setdefault((shared, key), []).append((side, reader))
         if storage:
             storages.setdefault(when, []).append((side, reader))
