@@ -79,9 +79,7 @@ def strided(tree: Any) -> list[torch.Tensor]:
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the same numbers with strides."""
-    if tensor.is_nested:
-        return tensor.values()
-    return tensor if tensor.layout is torch.strided else tensor.to_dense()
+    return tensor.values() if tensor.is_nested else tensor if tensor.layout is torch.strided else tensor.to_dense()
 
 
 def _share(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -90,6 +88,8 @@ def _share(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Say whether two tensors are the same bit for bit, NaN where NaN is; on the meta device there are no bits."""
+    if a.is_nested and b.is_nested:  # a jagged dimension has another size with each tensor of offsets
+        return same(a.values(), b.values()) and same(a.offsets(), b.offsets())  # type: ignore[attr-defined]
     if a.dtype != b.dtype or a.shape != b.shape or a.layout != b.layout or a.is_meta != b.is_meta:
         return False
     if a.is_meta:

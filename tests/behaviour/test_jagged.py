@@ -66,6 +66,32 @@ def test_a_block_over_jagged_tensors_is_as_under_autocast(sequences: Any, primed
     assert not fxamp.plan_of(view).deviations
 
 
+class Made(nn.Module):
+    """Makes a jagged tensor itself, and returns it; one of its layers is outside of autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, offsets: Tensor) -> Any:
+        made = torch.nested.nested_tensor_from_jagged(x, offsets)
+        with torch.autocast("cpu", enabled=False):
+            exact = self.first(made)
+        return self.second(torch.tanh(exact))
+
+
+@pytest.mark.parametrize("policy", ["O0", "O1,output_dtype=autocast"])
+def test_a_model_may_make_one_and_leave_autocast(policy: str) -> None:
+    model, x, offsets = Made(), torch.randn(8, 16), torch.tensor([0, 3, 8])
+    view = fxamp.convert(model, (x, offsets), policy=policy)
+    with torch.autocast("cpu", enabled=policy != "O0"):
+        expected = model(x, offsets)
+    got = view(x, offsets)
+    assert torch.equal(got.values(), expected.values())
+    assert torch.equal(got.offsets(), offsets)
+
+
 def test_an_override_is_obeyed() -> None:
     model, x = Block(), sequences(3, 5)
     view = fxamp.convert(model, (x,), policy="O1,modules.query=fp32")

@@ -87,11 +87,12 @@ def _intent(state: State, node: Node) -> Intent:
 
 def _as_read(state: State, site: Site) -> Colouring | None:
     """Colour an op on jagged tensors as under autocast, and a factory as the dtype that the user's code read there."""
-    read = note_of(site.node).read
-    if read is None:
-        return (_overridden(state, site) or as_autocast(state, site)) if note_of(site.node).under_autocast else None
-    why = Code.DTYPE_ARGUMENT(f"under autocast your code reads {read} here")
-    return Colouring(read, FOLLOW, why, settled=True, set_dtype=read)
+    read, whole = note_of(site.node).read, note_of(site.node).under_autocast
+    colouring = _overridden(state, site) if read is not None or whole else None
+    if read is not None and (colouring is None or colouring.dtype != torch.float32):
+        why = Code.DTYPE_ARGUMENT(f"under autocast your code reads {read} here")
+        return Colouring(read, FOLLOW, why, settled=True, set_dtype=read)
+    return colouring or ((_outside_autocast(state, site) or as_autocast(state, site)) if whole else None)
 
 
 def _in_place(state: State, site: Site) -> Colouring | None:

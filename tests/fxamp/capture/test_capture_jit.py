@@ -212,6 +212,13 @@ def test_a_factory_makes_the_dtype_that_it_read_without_a_cast(forward: Any) -> 
     assert not fxamp.plan_of(view).deviations
 
 
+def test_an_override_of_a_factory_is_obeyed() -> None:
+    for policy, dtype in (("O1,ops.hann_window=fp32", "float32"), ("O1,ops.hann_window=low", "bfloat16")):
+        view = fxamp.convert(Model(window_and_writes), (example(),), policy=policy)
+        assert [d.colour for d in fxamp.plan_of(view).decisions if d.op == "hann_window"] == [dtype]
+        assert view(example()).dtype == torch.float32
+
+
 @pytest.mark.parametrize("forward", every_other(1))
 def test_under_ambient_autocast_what_leaves_a_graph_has_its_dtype(forward: Any) -> None:
     expected, got, _ = run(forward, "O1", ambient=True)
