@@ -61,8 +61,7 @@ def shares_cast(mode: str, value: Node, reader: Node, by_rule_low: bool, grad: f
     """Say whether an op, or a cast before it, may read a cast of a value that another op reads.
 
     The modes are "always"; "weights" for parameters only; "never"; "storage" and "large storage" where autocast does
-    so, or no gradient flows. For ops that are low by their rule autocast keeps the low copies of leaves, except in the
-    author's own regions with `cache_enabled=False`.
+    so, or no gradient flows. For ops that are low by rule autocast keeps the low copies of leaves, if its cache is on.
     """
     if mode.endswith("storage"):
         region = note_of(reader).region

@@ -189,6 +189,8 @@ def decompose_composites(graph: Graph, device: str, low: torch.dtype | None = No
         for inner in new:
             move_to(inner, node)
             note(inner, made_by=DECOMPOSE)
+        if result in new:  # in a region of the author's its dtype is another one than the trace gave
+            result.meta["val"] = node.meta["val"]
         put_in_place(graph, node, result)
         composites += [n for n in reversed(new) if _is_composite(n, device)]
         edits += 1

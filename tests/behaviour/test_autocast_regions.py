@@ -288,3 +288,17 @@ def test_such_a_region_in_a_compiled_step_is_the_authors() -> None:
         step(x, y)
         weights.append(model.l.weight.detach().clone())
     assert torch.equal(*weights)
+
+
+def contracted(self: Any, x: Tensor) -> Any:
+    with torch.autocast("cpu", BF16):
+        return torch.tensordot(x, self.l.weight, 1)
+
+
+@pytest.mark.parametrize("policy", ["O0", "O1", "O2"])
+def test_an_op_that_is_decomposed_in_such_a_region_leaves_in_its_dtype(policy: str) -> None:
+    model, x = Two(contracted), torch.randn(4, 6)
+    graph = fxamp.convert(torch.export.export(model, (x,)), policy=policy)
+    assert model(x).dtype == BF16
+    assert torch.equal(graph(x), model(x))
+    assert graph(x).dtype == BF16

@@ -20,7 +20,7 @@ from torch.fx import Node
 
 from ..._torch import HigherOrderOperator
 from ...contract.devices import DEVICES
-from ...contract.reasons import Code
+from ...contract.reasons import DEVIATIONS, Code
 from ...form import AS_AUTOCAST, Colouring
 from ...graph import literals
 from ...graph.aliases import mutated_operands
@@ -90,7 +90,8 @@ def _wider(state: State, colouring: Colouring, floats: list[ops.Operand]) -> Ite
     for dtype, reason in reasons.items():
         casts = operand_casts(state.dtypes, floats, dict.fromkeys(floats, dtype).__getitem__)
         settled = colouring.settled or colouring.kind == LOW or reason.code is Code.KEEP
-        yield replace(colouring, dtype=dtype, reason=reason, operand_dtypes=casts, settled=settled)
+        why = colouring.reason if colouring.reason.code in DEVIATIONS else reason
+        yield replace(colouring, dtype=dtype, reason=why, operand_dtypes=casts, settled=settled)
 
 
 def _captured(state: State, node: Node, colouring: Colouring, floats: list[ops.Operand]) -> Colouring:
