@@ -115,7 +115,7 @@ def to_markdown(data: dict[str, Any]) -> str:
     table = tabulate(data["refused"], ("front end", "why", "programs"), "pipe")
     parts.append(f"## Refused, by reason\n\n{table}\n")
     failures = [
-        f"- `python reports/programs.py --seed {seed} --front-end {front}`: {level}, {kind}: {why}"
+        f"- `python reports/programs.py --seed {seed} --front-end {front}`: {level}, {kind}: {' '.join(why.split())}"
         for seed, front, level, kind, why in data["failures"]
     ]
     parts.append("## Failures\n\n" + ("\n".join(failures) or "None.") + "\n")
