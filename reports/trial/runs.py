@@ -86,7 +86,8 @@ def run(
         for t in given:
             with contextlib.suppress(RuntimeError):  # one that overlaps itself is left as it is
                 noise.round(t)
-    with same_attributes(model), preserved(model), warnings.catch_warnings():
+    mode = torch.set_grad_enabled(torch.is_grad_enabled())  # a graph that raises in a no_grad region leaves it open
+    with mode, same_attributes(model), preserved(model), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
         with context or contextlib.nullcontext(), noise or contextlib.nullcontext():
