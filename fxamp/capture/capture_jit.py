@@ -167,7 +167,7 @@ class _Description:
         """Return a value as the model would compute it without autocast; the meaning of a cast is noted on it."""
         call = node.op.startswith("call")
         if call and is_floating(dtypes_of(value)):
-            self._describe_cast(node, value, held)
+            self._describe_cast(node, held)
         if call and self._runs_under_autocast(node):
             note(node, autocast=dtypes_of(value), under_autocast=_is_opaque(node))
         if self.ambient and call:
@@ -202,7 +202,7 @@ class _Description:
             low = any(held.get(n) in LOW_DTYPES for n in node.all_input_nodes)
             return dtypes_of(value) if low else without_low(dtypes_of(value))
 
-    def _describe_cast(self, node: Node, value: Any, held: dict[Node, Any]) -> None:
+    def _describe_cast(self, node: Node, held: dict[Node, Any]) -> None:
         """Note the meaning of a cast, or of another `dtype=`, and replace one that is low because of autocast."""
         given, fp32 = literal_dtype(node), self._is_fp32(node)
         low = self.ambient and given == self.policy.dtype and not _is_method(node)  # the code names all other dtypes

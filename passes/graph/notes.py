@@ -40,7 +40,7 @@ class Note:
             dtype under autocast, or "baked", if nothing is known but the dtype.
         read: For a cast, or a factory: the dtype that the program reads at this place under autocast.
         autocast: The dtypes of its value under autocast, if they were seen.
-        under_autocast: The call runs under autocast as a whole.
+        under_autocast: The call runs under autocast, whatever its rule says: its values are jagged, or in a transform.
         low_of_its_own: For an output: its low dtype, if the model itself makes it low without autocast.
         leaves: An output of the model, and not only of one of its graphs: it leaves in its original dtype.
         leaves_as: For such an output: its dtype in the model itself, if more is known of it than of other values.

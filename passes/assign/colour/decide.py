@@ -86,7 +86,7 @@ def _intent(state: State, node: Node) -> Intent:
 
 
 def _as_read(state: State, site: Site) -> Colouring | None:
-    """Colour an op on jagged tensors as under autocast, and a factory as the dtype that the user's code read there."""
+    """Colour an op that no rule fits as under autocast, and a factory as the dtype that the user's code read there."""
     read, whole = note_of(site.node).read, note_of(site.node).under_autocast
     colouring = _overridden(state, site) if read is not None or whole else None
     if read is not None and (colouring is None or colouring.dtype != torch.float32):
