@@ -270,7 +270,7 @@ def _held_and_given(
     pairs = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=False)
     values = {n: v for n, v in pairs if isinstance(v, torch.Tensor)}
     given = {n for n, v in values.items() if any(v is leaf for leaf in leaves)}
-    is_own = low_of_its_own(model, leaves, low)
+    is_own = low_of_its_own(model, leaves, low, warns=any(note_of(n).leaves for n in gm.graph.nodes))
     return {n for n, v in values.items() if note_of(n).role or (n not in given and is_own(v))}, given
 
 

@@ -6,7 +6,8 @@ import copy
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Container, Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from passes.graph.notes import note
 from passes.graph.values import LOW_DTYPES
 
 from ..trust.tensors import held
+
+logger = logging.getLogger(__name__)
 
 _OWN: Any = WeakIdKeyDictionary()  # the dtypes that values which left a graph have in the model itself
 
@@ -54,24 +57,38 @@ def note_leaving(graph: Graph) -> None:
         graph.erase_node(node)
 
 
-def low_of_its_own(model: nn.Module, inputs: Any, low: torch.dtype) -> Callable[[Tensor], bool]:
+def low_of_its_own(model: nn.Module, inputs: Any, low: torch.dtype, *, warns: bool = True) -> Callable[[Tensor], bool]:
     """Return what says whether a value is low in the model itself, where autocast's dtype is `low`.
 
     A note from its graph decides. Others are if the model holds them or was called with them, has nothing but low
-    values, or makes them of another low dtype. The model is searched for the first value that needs it.
+    values, or makes them of another low dtype. The model is searched for the first value that needs it. If `warns`, it
+    is said where that is a guess, since the model has low tensors beside others.
     """
 
     @functools.cache
-    def known() -> Container[int]:
+    def known() -> Mapping[int, torch.dtype]:
         own = (t for t in held(model).values() if t.grad_fn is None)  # others it has kept in a call
-        return {*map(id, pytree.tree_leaves(inputs)), *map(id, own)}
+        return {id(t): t.dtype for t in (*pytree.tree_leaves(inputs), *own) if isinstance(t, Tensor)}
 
     def is_own(value: Tensor) -> bool:
         if value in _OWN or value.dtype not in LOW_DTYPES:
             return _OWN.get(value) in LOW_DTYPES
-        return value.dtype != low or is_low_throughout(model, inputs) or id(value) in known()
+        if value.dtype != low or is_low_throughout(model, inputs) or id(value) in known():
+            return True
+        if warns and low in known().values():
+            _say_doubtful(type(model).__name__, low)
+        return False
 
     return is_own
+
+
+@functools.cache
+def _say_doubtful(name: str, low: torch.dtype) -> None:
+    logger.warning(
+        "fxamp: %s holds or is given %s tensors, and makes %s values between its graphs: they are taken to be FP32 in "
+        "the model itself, and what it returns of them is FP32. output_dtype='autocast' leaves them as they are.",
+        name, low, low,
+    )  # fmt: skip
 
 
 def is_low_throughout(model: nn.Module, inputs: Any) -> bool:

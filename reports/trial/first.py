@@ -39,6 +39,8 @@ class Record(Interpreter):
     def __init__(self, module: GraphModule, author: set[str] | None = None) -> None:
         super().__init__(module)
         self.made: dict[str, Any] = {}
+        self.versions: dict[str, tuple[Tensor, int]] = {}  # values as they stand, and the count of writes when made
+        self.returned: list[Any] = []
         self.stopped: Node | None = None
         mine = [n for n in module.graph.nodes if author is None or n.name in author]
         self.names = keys(mine)
@@ -57,7 +59,15 @@ class Record(Interpreter):
             self._unwritten.add(n)
         elif isinstance(made, Tensor) and not torch._C._functorch.is_functorch_wrapped_tensor(made):
             self.made[n.name] = made.detach().clone()  # as it was before anything writes to it
+            self.versions[n.name] = made.detach(), made._version
+        if n.op == "output":
+            self.returned = pytree.tree_leaves(made)
         return made
+
+    def is_written(self, name: str) -> bool:
+        """Say whether something has written to the value of a node since it was made."""
+        value, version = self.versions[name]
+        return value._version != version
 
 
 _PARTS = ("getitem", "slice", "select", "narrow")
@@ -122,8 +132,9 @@ def _unequal(pair: Pair) -> tuple[str, str] | None:
             differs[node] = False  # decomposed: what reads it shows whether it differs
         if differs.get(node) or node is expected.stopped:
             return _decided(pair, node, differs)
-    returned = expected.graph.output_node().all_input_nodes  # which nothing rounds
-    return next((_decided(pair, node, differs) for node in returned if node in differs), None)
+    returned = zip(pytree.tree_leaves(expected.graph.output_node().args), expected.returned, got.returned, strict=False)
+    unlike = (n for n, a, b in returned if isinstance(a, Tensor) and not torch.equal(a.double(), b.double()))
+    return next((_decided(pair, n, differs) for n in unlike), None)  # nothing rounds it, and it may have been written
 
 
 def _decided(pair: Pair, first: Node, differs: Iterable[Node]) -> tuple[str, str]:
@@ -170,7 +181,9 @@ def _cause(pair: Pair, name: str) -> Decision | None:
 
 def _is_as_expected(pair: Pair, name: str) -> bool:
     a, b = pair.expected.made.get(name), pair.got.made.get(name)
-    return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)):
+        return False
+    return not any(record.is_written(name) for record in (pair.expected, pair.got))
 
 
 @dataclass

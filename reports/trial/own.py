@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from fxamp.trust.preserved import preserved
+from fxamp.trust.preserved import preserved, same_attributes
 from passes._torch import enter_autocast
 from passes.graph.values import LOW_DTYPES, literal_dtype
 from passes.ops import ops
@@ -65,7 +65,8 @@ def names_low(found: Called, context: Any = None) -> bool:
         return gm.forward
 
     torch._dynamo.reset()
-    with preserved(found.model), context or contextlib.nullcontext(), contextlib.suppress(Exception):
+    context = context or contextlib.nullcontext()
+    with same_attributes(found.model), preserved(found.model), context, contextlib.suppress(Exception):
         torch.compile(found.model, backend=inner)(*copy.deepcopy(found.args), **copy.deepcopy(found.kwargs))
     named = (n for n in seen if literal_dtype(n) in LOW_DTYPES)
     # A cast by name, as `.half()`, is the author's own in any case.

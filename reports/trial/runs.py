@@ -285,17 +285,23 @@ class Allowed:
         self.expected = self.plain
         self.outputs = _rounding(self.plain.floats, self.dtype)
         self.gradients = _rounding(_present(self.plain), self.dtype)
-        if self.autocast is not None:
-            self._widen(self.autocast)
+        self.as_under(self.autocast)
 
-    def _widen(self, found: Run) -> None:
-        self.outputs = max(self.outputs, _far(found.floats, self.plain.floats))
-        self.gradients = max(self.gradients, _far(_present(found), _present(self.plain)))
+    def as_under(self, autocast: Run | None) -> None:
+        """Allow what a run under autocast does, and what it does to gradients."""
+        self.autocast = autocast
+        if autocast is not None:
+            self._widen(autocast, self.expected)
+
+    def _widen(self, found: Run, plain: Run) -> None:
+        self.outputs = max(self.outputs, _far(found.floats, plain.floats))
+        self.gradients = max(self.gradients, _far(_present(found), _present(plain)))
 
     def beside(self, expected: Run, autocast: Run | None) -> Allowed:
         """Return the same allowance for runs that are compared with other ones."""
         made = copy.copy(self)
-        made.expected, made.autocast = expected, autocast
+        made.expected = expected
+        made.as_under(autocast)
         return made
 
     def too_far(self, got: Run, level: str = "") -> str:
@@ -306,8 +312,8 @@ class Allowed:
             return found
         if isinstance(self.expected.gradients, list):
             if not isinstance(got.gradients, list):
-                # What is low is no copy any more, and is written: autocast raises there too.
-                if not (isinstance(got.gradients, str) and self.autocast and isinstance(self.autocast.gradients, str)):
+                # What is low is no copy any more, and is written, or a cast without gradients: autocast's are so too.
+                if self.autocast is None or type(got.gradients) is not type(self.autocast.gradients):
                     return f"gradients: {got.gradients!r:.80}"
                 got = replace(got, gradients=self.expected.gradients)
             given, needed = _pattern(got), _pattern(self.expected)
@@ -319,7 +325,7 @@ class Allowed:
             while self.tried < tries:
                 self.tried += 1
                 with contextlib.suppress(RuntimeError):  # an index that noise made
-                    self._widen(self.again(Noise(self.dtype, self.tried)))
+                    self._widen(self.again(Noise(self.dtype, self.tried)), self.plain)
             found = self._beyond(got, FACTOR_OF_O3 if level == "O3" else FACTOR, self.expected)
             if not found:
                 return ""

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxamp
+from fxamp.capture import outputs
 from passes._torch import pytree
 from tests.support.front_ends import FRESH, compiled
 from tests.support.helpers import Two, autocast_runs_lstms, example, in_turns
@@ -449,3 +450,30 @@ def test_that_checkpointing_has_another_inner_backend_is_said() -> None:
     module = compiled(Two(lambda self, x: checkpoint(self.l, self.m(x), use_reentrant=False)))
     module(example())
     assert any("by 'aot_eager': 'eager' would" in note for note in fxamp.plan_of(module).notes)
+
+
+class Selecting(nn.Module):
+    """Selects low rows by a mask, which breaks the graph, and sums them."""
+
+    def forward(self, x: Tensor, low: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        rows = low[mask]
+        return rows.sum(), rows, x.exp()
+
+
+@pytest.mark.parametrize("output_dtype", ["original", "autocast"])
+def test_low_values_made_between_graphs_of_low_inputs_are_said(
+    output_dtype: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = torch.randn(4, 6), torch.randn(4, 6).bfloat16(), torch.tensor([True, False, True, True])
+    model = Selecting()
+    outputs._say_doubtful.cache_clear()
+    got = fxamp.convert(model, policy=fxamp.Policy("O1", output_dtype=output_dtype))(*given)
+    said = [r.message for r in caplog.records if "between its graphs" in r.message]
+    torch.testing.assert_close(got, model(*given), check_dtype=False, rtol=1e-2, atol=0.0)
+    if output_dtype == "original":
+        [text] = said
+        assert "Selecting" in text
+        assert "output_dtype='autocast'" in text
+        return
+    assert not said
+    assert [t.dtype for t in got] == [t.dtype for t in autocast(model, *given)]
