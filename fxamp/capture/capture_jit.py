@@ -210,6 +210,7 @@ class _Description:
             return
         if given in self.authors or (given in self.by_regions and not fp32):
             self.doubtful.add(node)
+            note(node, read=given if ops.name(node) == "to" else None)
             return
         row, operand, read = row_of(node), next((o.node for o in ops.operands(node)), None), None if fp32 else given
         if ops.name(node) == "to":

@@ -308,3 +308,17 @@ def test_a_layer_put_in_its_own_place_is_followed(front_end: str, name: str, low
         return self.m(self.l(x))
 
     assert_at_all_levels(Two(forward), one(), front_end, name, low)
+
+
+def written_through_a_cast_to_its_own_dtype(self: Any, x: Tensor, low: Tensor) -> Tensor:
+    """Beside low inputs nobody knows whether the code named the dtype that it has under autocast, or read it."""
+    h = self.l(x + low)
+    h.to(device=h.device, dtype=h.dtype).unsqueeze(0).mul_(0.5)
+    return h  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("way", ["O1,dtype=bf16", "O2,dtype=bf16", "O3,dtype=bf16"])
+def test_a_cast_to_the_dtype_of_a_value_is_no_copy_beside_low_inputs(way: str) -> None:
+    model, x, low = Two(written_through_a_cast_to_its_own_dtype), example(), example().bfloat16()
+    view = fxamp.convert(model, (x, low), policy=way)
+    torch.testing.assert_close(view(x, low), under_autocast(model, (x, low)).float(), rtol=0.02, atol=0.02)

@@ -66,7 +66,7 @@ def _user_cast(state: State, site: Site) -> Colouring | None:
     baked = literal_dtype(node)
     changed = intent.dtype if baked is not None and baked != intent.dtype else None
     value = next(ops.operands(node))
-    named = intent.literal and note_of(node).read is None
+    named = intent.literal and note_of(node).cast != "autocast"
     number = 0.0 if named else state.extremes.constants.get(value.node, 0.0)
     if state.autocast or intent.dtype not in LOW_DTYPES or not literals.is_extreme(number, intent.dtype):
         return Colouring(intent.dtype, "cast", intent.reason, set_dtype=changed)

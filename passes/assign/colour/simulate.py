@@ -107,9 +107,8 @@ class Simulation(State):
 
     def _references_of_new_copies(self, members: Sequence[Node]) -> list[Node]:
         """Return the values that are low only beyond O1, and so turn a cast that did nothing into a copy."""
-        references = [dtype_reference(m) for m in members if self.aggressive and row_of(m).is_cast]
-        known = [r for r in references if r is not None and self.original[r] == self.under_autocast(r)]
-        return [_indexed(r) for r in known if self.dtypes[r] != self.original[r]]
+        known = filter(None, (dtype_reference(m) for m in members if self.aggressive and row_of(m).is_cast))
+        return [_indexed(r) for r in known if self.dtypes[r] != self.original[r] == self.under_autocast(r)]
 
     def _changes_a_copy(self, node: Node) -> bool:
         """Say whether a copy ends, or begins, the sharing of a written storage because a value is low beyond O1.
@@ -119,8 +118,9 @@ class Simulation(State):
         """
         value = node.args[0] if row_of(node).is_cast else None
         if isinstance(value, Node) and isinstance(self.dtypes[node], torch.dtype):
-            copied = any(of(value) != of(node) for of in (self.original.get, self.under_autocast))
-            if copied and self.dtypes[value] == self.dtypes[node]:
+            # A dtype that may have been read under autocast says nothing of what is a copy without it.
+            runs = (self.under_autocast,) if note_of(node).read else (self.original.get, self.under_autocast)
+            if any(of(value) != of(node) for of in runs) and self.dtypes[value] == self.dtypes[node]:
                 return True
         if self.dtypes[node] not in LOW_DTYPES or self.under_autocast(node) != torch.float32:
             return False
