@@ -81,6 +81,11 @@ def answer_whether_exporting() -> None:
         dynamo.tracing_state_functions = lambda: {**known, exporting: exporting()}
 
 
+def code_being_captured() -> CodeType:
+    """Return the code object of the frame that Dynamo captures; below a graph break it is not that of the function."""
+    return torch._guards.TracingContext.get().traced_code[0]
+
+
 def forget_compiled(code: CodeType) -> None:
     """Drop what Dynamo compiled for a code object, and that it gave it up: torch keeps both as long as the process."""
     torch._dynamo.eval_frame.remove_from_cache(code)
@@ -117,10 +122,9 @@ def of_fixed_sizes(tensor: torch.Tensor) -> torch.Tensor:
 
     It is a fake tensor of the capture that is under way; outside of all captures it is the tensor itself.
     """
-    context = torch._guards.TracingContext.try_get()
-    if context is None or context.fake_mode is None:
-        return tensor
-    return context.fake_mode.from_tensor(tensor, static_shapes=True)
+    context: Any = torch._guards.TracingContext.try_get()
+    mode = context and context.fake_mode
+    return tensor if mode is None else mode.from_tensor(tensor, static_shapes=True)
 
 
 def mark_batch(tensor: torch.Tensor) -> bool:
@@ -144,8 +148,7 @@ def dynamo_is_disabled() -> bool:
 
 def dynamo_settings(change: dict[str, Any]) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which Dynamo has other settings, in this thread."""
-    patch: contextlib.AbstractContextManager[Any] = torch._dynamo.config.patch(change)
-    return patch
+    return torch._dynamo.config.patch(change)  # type: ignore[no-any-return]
 
 
 def is_replica_running() -> bool:
@@ -159,15 +162,13 @@ def compile_under_transform(function: Callable[..., Any], backend: Any, dynamic:
     Dynamo traces there for the backend "eager" alone, which it looks for in the attribute `compiler_fn` of a backend.
     """
     backend.compiler_fn = torch._dynamo.lookup_backend("eager")
-    compiled: Callable[..., Any] = torch._dynamo.optimize(backend, nopython=True, dynamic=dynamic)(function)
-    return compiled
+    return torch._dynamo.optimize(backend, nopython=True, dynamic=dynamic)(function)
 
 
 def only_vmap() -> bool:
     """Say whether all transforms of torch.func that are running are `vmap`; Dynamo cannot trace under the others."""
     functorch = torch._C._functorch
-    levels = functorch.get_interpreter_stack() or ()
-    return all(level.key() == functorch.TransformType.Vmap for level in levels)
+    return all(level.key() == functorch.TransformType.Vmap for level in functorch.get_interpreter_stack() or ())
 
 
 def dispatch_modes() -> list[Any]:

@@ -250,9 +250,10 @@ def _named_in_body(node: Node, like: Any) -> Any:
     gm: Any = node.graph.owning_module
     held = [attribute_of(gm, str(n.target)) for n in node.all_input_nodes if n.op == "get_attr" and gm is not None]
     bodies = [body for body in held if isinstance(body, GraphModule)]
-    outputs: Any = bodies[0].graph.output_node().args[0] if len(bodies) == 1 else ()
-    found = tuple(dtypes_of(getattr(n, "meta", {}).get("val")) for n in outputs)
-    return found if bodies and isinstance(like, tuple) and len(like) == len(found) else None
+    outputs: Any = bodies[0].graph.output_node().args[0] if len(bodies) == 1 else None
+    if not isinstance(like, tuple) or not isinstance(outputs, (tuple, list)) or len(like) != len(outputs):
+        return None
+    return tuple(dtypes_of(getattr(n, "meta", {}).get("val")) for n in outputs)
 
 
 def _is_opaque(node: Node) -> bool:

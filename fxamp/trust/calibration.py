@@ -223,7 +223,11 @@ def checksums(model: nn.Module) -> dict[str, int]:
     for name, p in model.named_parameters():
         bits = p.detach().contiguous().flatten().view(torch.uint8)
         whole = bits.numel() // 8 * 8 if bits.storage_offset() % 8 == 0 else 0
-        # Words of 64 bits need no conversion to be added up, which takes longer than a step of a small model.
-        sums.append((bits[:whole].view(torch.int64).sum() + bits[whole:].sum()).cpu())
+        # Words of 64 bits need no conversion to be added up, which takes longer than a step of a small model. Each has
+        # a factor of its own, so that their order counts, and is mixed, so that flipped signs do not cancel out.
+        words = bits[:whole].view(torch.int64)
+        words = words * (2 * torch.arange(len(words), device=bits.device) + 1)
+        rest = bits[whole:].long() * (torch.arange(len(bits) - whole, device=bits.device) + 1)
+        sums.append(((words ^ (words >> 29)).sum() + rest.sum()).cpu())
         found[name] = zlib.crc32(f"{name}{tuple(p.shape)}{p.dtype}".encode())
     return {name: zlib.crc32(str(int(s)).encode(), start) for (name, start), s in zip(found.items(), sums, strict=True)}

@@ -62,6 +62,23 @@ class GivenStep:
             raise PolicyError(f"scale is a loss scale, a finite number above 0, not {asked!r}.")
         return float(asked)
 
+    def unlike(self) -> Iterator[Batch]:
+        """Yield the batches that are given otherwise than all before them: those may take another path."""
+        seen = list[Any]()
+        for batch in self.batches:
+            leaves, spec = pytree.tree_flatten(batch)
+            kind = spec, [(t.dtype, t.dim()) if isinstance(t, Tensor) else t if t is None else type(t) for t in leaves]
+            if kind not in seen:
+                seen.append(kind)
+                yield batch
+
+    @contextlib.contextmanager
+    def as_before(self, model: nn.Module, written: Collection[int] | None = None) -> Iterator[list[Tensor]]:
+        """Restore what a step changes, of a model and of a loss that is a module."""
+        of_loss = as_before(self.loss) if isinstance(self.loss, nn.Module) else contextlib.nullcontext()
+        with of_loss, as_before(model, written) as restored:
+            yield restored
+
     def run(self, model: nn.Module, batch: Batch) -> tuple[Any, Tensor]:
         """Run a model, or one that is called alike, on copies of the inputs of one batch; return output and loss.
 
@@ -95,6 +112,8 @@ def given_step(
     elif target is not None:
         raise PolicyError("with batches= a target comes with its batch: give pairs (inputs, target).")
     else:
+        if not isinstance(batches, Iterable):
+            raise PolicyError(f"batches= is an iterable of inputs, not {type(batches).__name__}.")
         listed = tuple(_batch(one) for one in batches)
     if not listed:
         raise PolicyError("batches= is empty: give at least one batch.")
@@ -139,7 +158,7 @@ def as_before(model: nn.Module, written: Collection[int] | None = None) -> Itera
     their identities, if that is known.
     """
     parameters = list(model.parameters())
-    gradients = [p.grad for p in parameters]
+    before = [(p, p.grad, p.requires_grad) for p in parameters]
     restored = [p for p in parameters if written is None or id(p) in written]
     everything = {id(t): t for t in (*held(model).values(), *restored)}
     with same_random_state(), same_attributes(model), kept(everything.values()) as found:
@@ -148,8 +167,10 @@ def as_before(model: nn.Module, written: Collection[int] | None = None) -> Itera
         try:
             yield found
         finally:
-            for p, gradient in zip(parameters, gradients, strict=True):
+            for p, gradient, requires_grad in before:
                 p.grad = gradient
+                if p.requires_grad != requires_grad:
+                    p.requires_grad_(requires_grad)
 
 
 def output_of(model: nn.Module, inputs: Any) -> Any:
@@ -208,9 +229,10 @@ def floats(output: Any) -> list[Tensor]:
 
 def require_loss(loss: object) -> None:
     """Raise PolicyError unless a loss is a tensor of one element."""
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise PolicyError(f"the loss must be a tensor of one element, not {_described(loss)}.")
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
+        raise PolicyError(f"the loss must be a real tensor of one element, not {_described(loss)}.")
 
 
 def _described(value: Any) -> str:
-    return f"one of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    kind = "a complex one" if isinstance(value, Tensor) and value.is_complex() else "one"
+    return f"{kind} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

@@ -20,7 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from passes._torch import SET_GRAD, copy_together, mark_static_address, of_fixed_sizes, run_as_soon_as_ready
 from passes.contract.errors import CaptureError
-from passes.graph.aliases import mutated_operands
+from passes.graph.aliases import Aliases, mutated_operands
 from passes.graph.notes import is_inserted
 from passes.runtime.casts import cast_weight
 
@@ -214,18 +214,20 @@ class Lifted(NamedTuple):
 def weight_casts(graph: Graph, kept: Mapping[int, Any], *, sums_inside: bool = False) -> Iterator[tuple[Node, Lifted]]:
     """Yield the casts that can be lifted out of a graph, of which `kept` are the parameters by place.
 
-    If gradients are summed inside the graph's own backward, that of an input is added after that: of three or more the
-    sum would have another order, and the cast stays.
+    A cast stays if the graph may have written to the parameter before. If gradients are summed inside the graph's own
+    backward, that of an input is added after that: of three or more the sum would have another order, and the cast
+    stays too.
     """
     places = [n for n in graph.nodes if n.op == "placeholder"]
     at = {n: i for i, n in enumerate(places) if i in kept}
     casts = [n for n in graph.nodes if n.op == "call_function" and is_inserted(n) and n.args[0] in at]
     known, counted = set(casts), _with_gradients(graph) if sums_inside else set()
+    aliases = Aliases(graph)
     for node in casts:
         master: Any = node.args[0]
         others = [user for user in master.users if user not in known and user in counted]
         leaves = any(user.op == "output" or node in mutated_operands(user) for user in node.users)
-        if not leaves and len(others) < 2:
+        if not leaves and len(others) < 2 and not aliases.epoch(master, node):
             dtype: Any = node.args[1]
             yield node, Lifted(at[master], dtype, node.target is cast_weight)
 

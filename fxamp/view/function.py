@@ -28,6 +28,7 @@ from passes._torch import (
     LIMIT_IS_ARGUMENT,
     OWN_CACHE,
     answer_whether_exporting,
+    code_being_captured,
     compile_under_transform,
     enter_autocast,
     exit_autocast,
@@ -105,7 +106,7 @@ class Function:
         self.regions: set[Any] = set()
         self._author = _code_of(runner.model, method)
         function = function_of(runner, method)
-        self.code = function.__code__
+        self.codes = {function.__code__}  # and what Dynamo compiles below a graph break
         ours = weakref.ref(self)
 
         def fxamp(gm: GraphModule, inputs: list[Any], **_: Any) -> Callable[..., Any]:  # by this name torch logs it
@@ -122,7 +123,7 @@ class Function:
             self.call = torch.compile(
                 function, backend=fxamp, dynamic=runner.dynamic, fullgraph=runner.fullgraph, **OWN_CACHE, **limit
             )
-        weakref.finalize(self, forget_compiled, self.code)  # torch would keep the graphs of code that is gone
+        weakref.finalize(self, forget_compiled, function.__code__)  # torch would keep the graphs of code that is gone
 
     def refresh(self, model: nn.Module) -> None:
         """Forget what holds no longer; somebody may also have replaced the method of the model's class."""
@@ -133,7 +134,8 @@ class Function:
 
     def clear(self) -> None:
         """Forget what was compiled, and that Dynamo gave the code up; the plan stays readable."""
-        forget_compiled(self.code)
+        for code in self.codes:
+            forget_compiled(code)
         self.expected.clear()
         self.stale, self.called = None, False
 
@@ -141,6 +143,7 @@ class Function:
         """Convert a graph that Dynamo captures, keep it on the view, and return what its inner compiler makes of it."""
         runner: Any = self.runner()
         call = current()
+        self.codes.add(code_being_captured())
         model = runner.model if call is None else call.model
         state = state_of(model, self.method)
         names = names_in(model)

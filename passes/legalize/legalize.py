@@ -225,9 +225,8 @@ def _body_of(node: Node, memo: dict[Any, Graph | None], region: Callable[[], Any
 
 
 def _shape(value: Any) -> Any:
-    if not isinstance(value, FakeTensor):
-        return str(value)
-    return value.dtype, str(value.shape), str(value.stride()), value.device
+    fake = isinstance(value, FakeTensor)
+    return (value.dtype, str(value.shape), str(value.stride()), value.device) if fake else str(value)
 
 
 def _trace(node: Node, inputs: list[Node], examples: list[Any], *modes: Any) -> Graph | None:

@@ -314,7 +314,7 @@ def written_through_a_cast_to_its_own_dtype(self: Any, x: Tensor, low: Tensor) -
     """Beside low inputs nobody knows whether the code named the dtype that it has under autocast, or read it."""
     h = self.l(x + low)
     h.to(device=h.device, dtype=h.dtype).unsqueeze(0).mul_(0.5)
-    return h  # type: ignore[no-any-return]
+    return h
 
 
 @pytest.mark.parametrize("way", ["O1,dtype=bf16", "O2,dtype=bf16", "O3,dtype=bf16"])

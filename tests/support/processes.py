@@ -17,6 +17,8 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
+import torch
+
 SECONDS = 300.0  # that a function may take
 ROOT = Path(__file__).parents[2]
 
@@ -61,6 +63,8 @@ def in_another_process(function: Callable[..., Any], *args: Any, seconds: float 
 def _answer(
     connection: Connection, surroundings: tuple[str, dict[str, str]], function: Callable[..., Any], args: Any
 ) -> None:
+    # A fork replaces torch's pool of threads at first use, in which the threads of a backward pass would race.
+    torch.set_num_threads(1)
     folder, environment = surroundings
     os.chdir(folder)
     os.environ.clear()

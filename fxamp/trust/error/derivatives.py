@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from ..given_step import Batch
-from ..tensors import dense, kept
+from ..tensors import dense
 from .emulation import Place, Site
 from .report import living, squared
 from .rounding import nearest, rounded, ulp
@@ -86,7 +86,8 @@ class Derivatives:
                 found.setdefault(site.place, site)
             return value
 
-        self._subject.emulated(name, self._subject.given.batches[0], at, backward=False)
+        for batch in self._subject.given.unlike():
+            self._subject.emulated(name, batch, at, backward=False)
         return list(found.values())
 
     def _direction(self, batch: Batch) -> tuple[dict[str, Tensor], float]:
@@ -174,9 +175,12 @@ def keys_of(site: Site) -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def _moved(subject: Subject, direction: Mapping[str, Tensor], step: float) -> Iterator[None]:
-    """Move the parameters along a direction inside."""
-    with kept(subject.parameters.values()):
-        with torch.no_grad():
-            for name, v in direction.items():
-                subject.parameters[name].add_(v, alpha=step)
+    """Move the parameters along a direction inside: they get other memory, so that no graph of autograd is broken."""
+    before = {name: p.data for name, p in subject.parameters.items()}
+    try:
+        for name, v in direction.items():
+            subject.parameters[name].data = before[name].add(v, alpha=step)
         yield
+    finally:
+        for name, data in before.items():
+            subject.parameters[name].data = data

@@ -210,7 +210,11 @@ class Emulation(Interpreter):
         reader, made = self._sites.keys[n], dict[int, Tensor]()
         if self._sites.is_written(n):
             return args, kwargs
+        updated = row_of(n).writes[3:]  # statistics, which have no gradient
+        kept = {o.node for o in ops.operands(n) if o.name in updated}
         for o in n.all_input_nodes:
+            if o in kept:
+                continue
             value = self.env[o]
             if is_fp32(value) and id(value) not in made and not self._sites.is_written(o):
                 seen = read(reader, self._sites.source(o), value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,8 +45,8 @@ def estimate_error(
             derivatives along a random direction, which takes five steps for each of two batches, and more memory.
 
     Raises:
-        PolicyError: There is no loss, no such policy or another `gradients`, a part of the model is converted, or FP32
-            itself is not finite on a batch; the message names the node.
+        PolicyError: There is no loss, no such policy or another `gradients`, a part of the model is converted, no
+            parameter requires a gradient, or FP32 itself is not finite on a batch; the message names the node.
         CaptureError: Nothing of the model was captured, or it is on the meta device.
 
     Example:
@@ -57,6 +57,11 @@ def estimate_error(
     if gradients not in (True, False, "nodes"):
         raise PolicyError(f'gradients is True, False or "nodes", not {gradients!r}.')
     subject = Subject(given_step(model_or_step, inputs, target, loss=loss, batches=batches))
+    if not subject.parameters:
+        raise PolicyError(
+            f"no parameter of {type(subject.model).__name__} requires a gradient, and errors are predicted from "
+            "gradients: measure them with fxamp.verify."
+        )
     return estimated(subject, policies_of(subject, policies), gradients=gradients)
 
 
@@ -77,8 +82,16 @@ def estimated(subject: Subject, names: Sequence[str], *, gradients: bool | str =
     dead = tuple(sorted(made.norms.keys() - set(living(made.norms))))
     return ErrorReport(
         type(subject.model).__name__, False, "", len(made.losses), mean, 2.0**-24 * abs(mean), dead,
-        tuple(errors.values()), (PREDICTED, *degenerate(made.norms)),
+        tuple(errors.values()), (PREDICTED, *degenerate(made.norms), *_unseen(subject.uncaptured)),
     )  # fmt: skip
+
+
+def _unseen(names: Collection[str]) -> tuple[str, ...]:
+    """Return a note on parameters that are read outside of all graphs, where roundings are not seen."""
+    if not names:
+        return ()
+    listed = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return (f"Not all of it was captured: errors made by what reads {listed} are not among these.",)
 
 
 class _Estimate:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
+from passes._torch import pytree
 from passes.contract.errors import PolicyError
 from passes.contract.policy import nearest
 
@@ -65,7 +67,7 @@ class Errors:
             beside the variance, never in it.
         swamped: Predicted: the share of the updates of a sum that are lost, since they are below half an ulp of the low
             value that they are added to, by key; of sums that lose most. Losses of many steps add up.
-        casts: Measured: how many casts a step makes, forward and backward.
+        casts: Measured: how many casts a step makes, forward and backward; of batches given in several ways, the most.
         cast_bytes: Measured: the bytes that these read and write.
     """
 
@@ -155,7 +157,7 @@ class ErrorReport:
         return tuple(e.policy for e in self.policies if e.policy != "FP32" and not e.per_parameter <= tolerance)
 
     def to_json(self) -> str:
-        """Return everything as JSON.
+        """Return everything as JSON; a number that is not finite is null.
 
         Example:
             >>> found = fxamp.verify(model, x, y, loss=nn.functional.cross_entropy, policies="O1")
@@ -165,6 +167,7 @@ class ErrorReport:
         data = asdict(self)
         for row, errors in zip(data["policies"], self.policies, strict=True):
             row["flagged"] = errors.flagged
+        data = pytree.tree_map(lambda v: None if isinstance(v, float) and not math.isfinite(v) else v, data)
         return json.dumps({**data, "version": 1}, indent=1, sort_keys=True) + "\n"
 
     def to_markdown(self) -> str:

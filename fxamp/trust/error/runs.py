@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -25,10 +24,11 @@ from ...capture.inputs import device_of, resolve
 from ...convert import convert, converted_in
 from ...measure.counts import step_counts
 from ..census.step import watched_graphs
-from ..given_step import Batch, GivenStep, as_before
+from ..given_step import Batch, GivenStep
 from ..tensors import dense
 from ..watch import run_instead
 from .emulation import At, Decides, Edge, Emulation, GraphSites, Read, Site, Watched, is_fp32
+from .wide import generators, in_float64
 
 AUTOCAST, FP32 = "autocast", "FP32"
 POLICIES = (AUTOCAST, "O1", "O2", "O3")
@@ -59,6 +59,8 @@ class Subject:
     Attributes:
         model: the author's model; the steps run leave it as it was.
         own: the policy of the view that was given, None for a model.
+        name: of that policy, for the methods below; of a view that carries out a plan it is none that can be asked for.
+        uncaptured: the parameters with a gradient that no graph has read which was emulated.
         device: the device type that it runs on.
 
     Raises:
@@ -67,7 +69,8 @@ class Subject:
 
     def __init__(self, given: GivenStep) -> None:
         parts = converted_in(given.model)
-        self.given, self.model, self.own = given, given.model, None
+        self.given, self.model, self.own, self.name = given, given.model, None, ""
+        self.uncaptured: set[str] = set()
         self._views: dict[str, Any] = {}
         self._named: dict[str, Policy] = {}
         if parts:
@@ -81,11 +84,15 @@ class Subject:
             self.model, self.own = runner.model, runner.asked
         self.device = device_of(self.model, (given.batches[0][0],))
         if self.own is not None:
-            self._views[str(self.policy(str(self.own)))] = given.model
+            self.name = str(self.own) if runner.replayed is None else f"{self.own} by a plan"
+            self.add(self.name, resolve(self.own, self.model, (given.batches[0][0],)), given.model)
+            if runner.replayed is None:
+                self._views[str(self.policy(self.name))] = given.model
         self.parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self._sites: dict[int, tuple[GraphModule, GraphSites]] = {}
         self._written: set[int] | None = None  # the parameters that steps have written, by identity
         self._scales: dict[str, float] = {}  # of the loss, that were found to fit
+        self._draws = False  # whether a step draws random numbers
 
     def policy(self, name: str) -> Policy:
         """Return a policy with its dtype and device; that of autocast rounds what O1 rounds.
@@ -106,9 +113,13 @@ class Subject:
         """Return the model converted by a policy, made once."""
         key = name if name in self._named else str(self.policy(name))
         if key not in self._views:
-            args = self.given.example if isinstance(self.model, GraphModule) else (None, None)
-            self._views[key] = convert(self.model, *args, policy=self.policy(name), check=False)
+            self._views[key] = self.converted(self.policy(name))
         return self._views[key]
+
+    def converted(self, policy: Policy) -> Any:
+        """Return the model converted by a policy."""
+        args = self.given.example if isinstance(self.model, GraphModule) else (None, None)
+        return convert(self.model, *args, policy=policy, check=False)
 
     def add(self, name: str, policy: Policy, view: nn.Module) -> None:
         """Compare a view under a name of its own."""
@@ -144,11 +155,18 @@ class Subject:
             return 1.0
         return self._scales.get(name, _SCALE)
 
-    def casts(self, name: str, batch: Batch) -> tuple[int, int]:
-        """Return how many casts a step with the real kernels makes, and the bytes that they read and write."""
-        with as_before(self.model), no_autocast():
-            counts = step_counts(self.forward(name, batch))
-        return counts.casts, counts.cast_bytes
+    def casts(self, name: str) -> tuple[int, int]:
+        """Return how many casts a step with the real kernels makes, and the bytes that they read and write.
+
+        Of batches that take several paths, it is that with the most bytes.
+        """
+        counted = list[tuple[int, int]]()
+        for batch in self.given.unlike():
+            with self.given.as_before(self.model), no_autocast():
+                counts = step_counts(self.forward(name, batch))
+            counted.append((counts.cast_bytes, counts.casts))
+        moved, casts = max(counted)
+        return casts, moved
 
     def forward(self, name: str, batch: Batch) -> Callable[[], Tensor]:
         """Return a function that runs a forward with the real kernels, and gives the loss."""
@@ -178,19 +196,22 @@ class Subject:
         With a `scale` of the loss, gradients are scaled where sites look at them, and those returned are not.
 
         Raises:
-            CaptureError: no graph ran.
+            CaptureError: no graph ran, or none of those that ran reads a parameter that gets a gradient.
         """
-        counted = [0]
+        counted, inputs = [0], set[int]()
 
         def run(converted: Any, graph: GraphModule, args: tuple[Any, ...]) -> Any:
             counted[0] += 1
+            inputs.update(map(id, (*args, *graph.parameters())))
             sites = self.sites(graph, converted)
             return Emulation(graph, sites, at, edge, read, decides, everywhere).run(*args, enable_io_processing=False)
 
         with run_instead(run):
             ran = self._step(self.view(name), batch, contextlib.nullcontext, scale, backward=backward)
-        if not counted[0]:
+        missing = {name for name in ran.gradients if id(self.parameters[name]) not in inputs}
+        if not counted[0] or (ran.gradients and len(missing) == len(ran.gradients)):
             raise CaptureError(f"{type(self.model).__name__}: nothing of it was captured, so nothing can be predicted.")
+        self.uncaptured |= missing
         return replace(ran, output=None)
 
     def watched(self, name: str, batch: Batch, see: Callable[[Site, Tensor], None]) -> None:
@@ -216,37 +237,48 @@ class Subject:
 
         The first is "float64", or "FP32" with the cause.
         """
+
+        def run(batch: Batch) -> Ran:
+            return self._step(self.model, batch, contextlib.nullcontext, wide=True)
+
+        first = self.given.batches[0]
+        self.real(FP32, first)  # which shows whether it draws random numbers
         try:
-            twin = copy.deepcopy(self.model).double()
-            self._step(twin, self.given.batches[0], contextlib.nullcontext)
-        except Exception as e:  # whatever a model raises that names FP32 in its code, or does not let itself be copied
+            run(first)
+        except Exception as e:  # whatever a model raises that names FP32 in its code
             return f"FP32, since float64 does not run ({in_short(e):.120})", lambda batch: self.real(FP32, batch)
-        return "float64", lambda batch: self._step(twin, batch, contextlib.nullcontext)
+        return "float64", run
 
     def _step(
-        self, model: nn.Module, batch: Batch, region: Callable[[], Any], scale: float = 1.0, *, backward: bool = True
-    ) -> Ran:
-        """Run a step of a model, or of its twin in float64, and leave everything as it was.
+        self, model: nn.Module, batch: Batch, region: Callable[[], Any], scale: float = 1.0, *, backward: bool = True,
+        wide: bool = False,
+    ) -> Ran:  # fmt: skip
+        """Run a step of a model, in float64 if it is `wide`, and leave everything as it was.
 
         All parameters are copied beforehand for the first step, and then those that a step has written: each begins
         with the same parameters and random numbers, and runs the same code.
         """
-        wide = next((p.dtype for p in model.parameters() if p.dtype == torch.float64), None)
-        if wide is not None:
+        if wide:
             batch = pytree.tree_map(lambda v: v.double() if is_fp32(v) else v, batch)
         parts = [model] if isinstance(model, GraphModule) and record_on(model) is not None else []
-        owner, known = (self.model, self._written) if wide is None else (model, None)
-        with as_before(owner, known) as restored, watched_graphs(parts), warnings.catch_warnings(), torch.enable_grad():
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            restored = stack.enter_context(self.given.as_before(self.model, self._written))
+            for around in (watched_graphs(parts), warnings.catch_warnings(), torch.enable_grad(), no_autocast()):
+                stack.enter_context(around)
             warnings.simplefilter("ignore")  # of FP16 without a GradScaler: the loss is scaled here
+            if wide:
+                stack.enter_context(in_float64(self.model, draws=self._draws))
+            before = generators(self.device)
             with region():
                 output, loss = self.given.run(model, batch)
+            self._draws = self._draws or not all(map(torch.equal, before, generators(self.device)))
             if backward:
-                with no_autocast():
-                    (loss.double() * scale).backward() if loss.requires_grad else None
-            held = {n: dense(p.grad) for n, p in owner.named_parameters() if p.grad is not None}
+                (loss.double() * scale).backward() if loss.requires_grad else None
+            held = {n: dense(p.grad) for n, p in self.model.named_parameters() if p.grad is not None}
             gradients = held if scale == 1 else {n: grad / scale for n, grad in held.items()}
             ran = Ran(float(loss.detach()), gradients, pytree.tree_map_only(Tensor, Tensor.detach, output))
-        if backward and owner is self.model:
+        if backward and not wide:
             self._written = {*(self._written or ()), *map(id, restored)}
         return ran
 
@@ -258,8 +290,10 @@ def policies_of(subject: Subject, policies: Sequence[str] | str | None) -> tuple
         PolicyError: one is not a policy.
     """
     if policies is None:
-        return POLICIES if subject.own is None else (str(subject.own),)
+        return (subject.name,) if subject.name else POLICIES
     names = tuple(str(p) for p in ([policies] if isinstance(policies, (str, Policy)) else policies))
+    if not names:
+        raise PolicyError("policies= is empty: name at least one, such as 'O1'.")
     for name in names:
         subject.policy(name)
     return names

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.fx import GraphModule
 
 from passes.contract.costs import Penalties
 from passes.contract.errors import PolicyError
@@ -22,7 +23,7 @@ from passes.contract.plan import CERTIFICATE, Plan
 from passes.contract.policy import Policy
 
 from ...capture.compiled import runner_of
-from ...convert import convert, plan_of
+from ...convert import plan_of
 from ..given_step import Loss, given_step
 from .derivatives import Derivatives, keys_of
 from .report import Errors
@@ -56,14 +57,15 @@ def tune(
         tolerance: The largest error, such as 0.02; "autocast" is that of `torch.autocast`, measured beside. A plan has
             to be within it as measured, and as predicted with a margin of 2 %: on a few batches an error is one draw.
             O1, which has autocast's values, is within "autocast"; all others need the margin as measured too.
-        policy: Its dtype, device and overrides hold; None is "O2".
+        policy: Its dtype, device and overrides hold; None is that of the view, else "O2".
 
     Returns:
         For `fxamp.convert(model, plan=plan)`. States that were not captured here follow the plan by its keys.
 
     Raises:
         PolicyError: The tolerance is not a positive number, or FP32 itself exceeds it; or nothing keeps it, and the
-            message has the nearest that does exist, and its cost. As `fxamp.verify` besides.
+            message has the nearest that does exist, and its cost; autocast itself is not finite; no parameter requires
+            a gradient; it is a graph. As `fxamp.verify` besides.
         CaptureError: As `fxamp.verify`.
 
     Example:
@@ -72,7 +74,8 @@ def tune(
         True
         >>> tuned = fxamp.convert(model, plan=plan)
     """
-    if tolerance != AUTOCAST and not (isinstance(tolerance, (int, float)) and 0 < tolerance < math.inf):
+    number = isinstance(tolerance, (int, float)) and not isinstance(tolerance, bool)
+    if tolerance != AUTOCAST and not (number and 0 < float(tolerance) < math.inf):
         raise PolicyError(f'tolerance is "autocast" or a relative error above 0, such as 0.02, not {tolerance!r}.')
     search = _Search(Subject(given_step(model_or_step, inputs, target, loss=loss, batches=batches)), policy)
     return search.plan(tolerance)
@@ -91,7 +94,17 @@ class _Search:
     """The search for one plan."""
 
     def __init__(self, subject: Subject, policy: Policy | str | None) -> None:
-        asked = subject.policy(str(Policy.of("O2" if policy is None else policy)))
+        if isinstance(subject.model, GraphModule):
+            raise PolicyError(
+                "tune captures a model in several colourings: give the module that the graph was made of."
+            )
+        if not subject.parameters:
+            raise PolicyError(
+                f"no parameter of {type(subject.model).__name__} requires a gradient, whose error tune keeps: measure "
+                "the loss with fxamp.verify."
+            )
+        own = Policy("O2") if subject.own is None else replace(subject.own, level=Level.O2)
+        asked = subject.policy(str(own if policy is None else Policy.of(policy)))
         self._subject = subject
         self._base, self._o1 = replace(asked, level=Level.O2), replace(asked, level=Level.O1)
         sharing = dict.fromkeys((self._o1.share_casts, self._o1.share_casts or "storage"))
@@ -107,6 +120,8 @@ class _Search:
         autocast = errors.pop(self._autocast).per_parameter
         limit = autocast if tolerance == AUTOCAST else float(tolerance)
         floor = errors.pop("FP32").per_parameter
+        if not math.isfinite(limit):
+            raise PolicyError("torch.autocast itself is not finite here: give a tolerance, or see fxamp.find_overflow.")
         if limit <= floor:
             raise PolicyError(f"tolerance={limit:.2g} is not above the error of FP32 itself, {floor:.2g}.")
         predicted = self._search(errors, limit)
@@ -161,7 +176,7 @@ class _Search:
         known = next((cut for cut in self._cuts if cut.weight == weight), None)
         if known is not None:
             return known
-        view = convert(self._subject.model, policy=self._base, check=False)
+        view = self._subject.converted(self._base)
         scale = weight * charged.bytes
         runner_of(view).penalties = Penalties(
             {key: scale * v for key, v in charged.values.items()}, {key: scale * v for key, v in charged.casts.items()}
@@ -232,7 +247,7 @@ class Charges:
         }
         self.values = {key: v for key, v in self._found.items() if isinstance(key, str)}
         self.casts = {key: v for key, v in self._found.items() if isinstance(key, tuple) and len(key) == 2}
-        self.bytes = subject.casts(unit, subject.given.batches[0])[1]
+        self.bytes = subject.casts(unit)[1]
 
     def predicted(self, name: str) -> float:
         """Return the square of the error of a policy, in units of that of the unit."""

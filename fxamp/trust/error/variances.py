@@ -127,8 +127,8 @@ class Unrounded:
 
     def _places_of(self, name: str) -> _Places:
         found = _Places(self._subject.policy(name).dtype or torch.bfloat16)
-        batch = self._subject.given.batches[0]
-        self._subject.emulated(name, batch, found.at, read=found.read, everywhere=True, backward=False)
+        for batch in self._subject.given.unlike():
+            self._subject.emulated(name, batch, found.at, read=found.read, everywhere=True, backward=False)
         return found
 
     def _serves(self, base: str, name: str) -> bool:

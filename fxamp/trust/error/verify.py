@@ -72,7 +72,7 @@ def measured(subject: Subject, names: Sequence[str], *, values: bool = False) ->
     for name in names:
         errors = tallies[name].errors(name, norms, outputs=tuple(map(_rms, zip(*outputs[name], strict=False))))
         with contextlib.suppress(NotImplementedError):  # an op with bodies that a dispatch mode cannot see into
-            casts, moved = subject.casts(name, subject.given.batches[0]) if name != FP32 else (None, None)
+            casts, moved = subject.casts(name) if name != FP32 else (None, None)
             errors = replace(errors, casts=casts, cast_bytes=moved)
         if values and not name.startswith((FP32, AUTOCAST)):
             errors = replace(errors, values=_values(subject, name))

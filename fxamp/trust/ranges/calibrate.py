@@ -65,7 +65,7 @@ def calibrate(
     given = given_step(model_or_step, inputs, target, loss=loss, batches=batches)
     scale, subject = given.scale(scale), Subject(given)
     ranges = _Ranges(scale, dict(subject.model.named_parameters()))
-    asked = str(policy or subject.own or "O1")
+    asked = str(policy or subject.name or "O1")
     for batch in given.batches:
         subject.emulated(asked, batch, ranges)
         ranges.end_batch()
@@ -86,15 +86,19 @@ class _Ranges:
 
     def __call__(self, site: Site, value: Tensor) -> Tensor:
         """Look at the value of a site, and at its gradient when it is there."""
-        self._look(site.key, False, value)
+        readers = dict.fromkeys((reader for reader, _ in site.reads), None) or {
+            site.key: None
+        }  # of a cast, else itself
+        for key in readers:
+            self._look(key, False, value)
+            if value.requires_grad:
+                value.register_hook(functools.partial(self._look, key, True))
         if site.part == "":
             self._nodes.setdefault(site.key, site.node)
             if site.key not in self._bounds:
                 self._bounds[site.key] = self._bound(site)
         else:
-            self._bounds[site.key] = None
-        if value.requires_grad:
-            value.register_hook(functools.partial(self._look, site.key, True))
+            self._bounds |= readers
         return value
 
     def _bound(self, site: Site) -> Tensor | float | None:

@@ -37,7 +37,7 @@ from ...convert import converted_in
 from ..census.rows import Ledger, ledgers_of, where_of
 from ..census.step import Given, watched_graphs
 from ..error.emulation import raised
-from ..given_step import Batch, GivenStep, Loss, as_before, given_step
+from ..given_step import Batch, GivenStep, Loss, given_step
 from ..tensors import dense
 from ..watch import Place, Ran, Watch, floats_in, gives_view
 
@@ -190,6 +190,12 @@ class _Origin:
     dtype: str
     operands: tuple[Operand, ...] = ()
     name: str = ""
+    masks: bool = False  # it holds -inf, and else what is finite
+
+    @property
+    def rank(self) -> tuple[bool, bool, int]:
+        """Of several that are read, the first is to blame: what may be a mask is so only where nothing else is."""
+        return self.masks, self.masks and bool(self.name), self.order
 
 
 _At = tuple[int, str]  # a node: the number of its graph, and its name
@@ -223,8 +229,9 @@ class _Finite(Watch):
     def given(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Look at values that are there from the start."""
         for name, t in named:
-            if t.is_floating_point() and (kind := _kind(_range(t))):
-                self._bad[storage_id(t)] = self._origin(Place("own"), "", kind, dtype_name(t.dtype), (), name)
+            if t.is_floating_point() and (kind := _kind(held := _range(t))):
+                origin = self._origin(Place("own"), "", kind, dtype_name(t.dtype), (), name, _masks(held))
+                self._bad[storage_id(t)] = origin
 
     def ends(self, tensors: Sequence[Tensor]) -> None:
         """Take those of the loss, or of the gradients, that are not finite, unless the loss was taken."""
@@ -235,7 +242,7 @@ class _Finite(Watch):
         if not self._ends:
             return None
         known = [o for t in self._ends if (o := self._bad.get(storage_id(t))) is not None]
-        return min(known or self._origins, key=lambda o: o.order, default=_WRITTEN)
+        return min(known or self._origins, key=lambda o: o.rank, default=_WRITTEN)
 
     @property
     def policy(self) -> Policy:
@@ -322,7 +329,7 @@ class _Finite(Watch):
                 continue
             kind = _kind(held := _range(t))
             if kind:
-                self._trace(place or self._here(), func, t, kind, (args, named), before)
+                self._trace(place or self._here(), func, t, held, (args, named), before)
             else:
                 self._passed(place, t, max(-held[0], held[1]))
         return out
@@ -337,20 +344,20 @@ class _Finite(Watch):
         ):
             self._bad.pop(storage_id(t), None)
 
-    def _trace(self, place: Place, func: Any, t: Tensor, kind: str, told: Any, before: Mapping[int, Any]) -> None:
+    def _trace(self, place: Place, func: Any, t: Tensor, found: Any, told: Any, before: Mapping[int, Any]) -> None:
         """Note where a value comes from that is not finite: from an operand, from a number, or from this op."""
-        given = [(g, before.get(id(g)) or _range(g)) for g in floats_in(told)]
+        kind, given = _kind(found), [(g, before.get(id(g)) or _range(g)) for g in floats_in(told)]
         kinds = [(g, k) for g, held in given if (k := _kind(held))]
         known = [o for g, _ in kinds if (o := self._bad.get(storage_id(g))) is not None]
         written = any(isinstance(v, float) and not math.isfinite(v) for v in pytree.tree_leaves(told))
         if known:
-            self._bad[storage_id(t)] = min(known, key=lambda o: o.order)
+            self._bad[storage_id(t)] = min(known, key=lambda o: o.rank)
         elif (kinds or written) and (kind == "inf" or any(k == "NaN" for _, k in kinds)):
             self._bad[storage_id(t)] = None
         else:
             operands = tuple(Operand(dtype_name(g.dtype), tuple(g.shape), *held) for g, held in given)
             name = func.overloadpacket.__name__ if isinstance(func, OpOverload) else str(func)
-            self._bad[storage_id(t)] = self._origin(place, name, kind, dtype_name(t.dtype), operands)
+            self._bad[storage_id(t)] = self._origin(place, name, kind, dtype_name(t.dtype), operands, "", _masks(found))
 
     def ledger(self, at: int) -> Ledger:
         """Return a graph that ran, beside its decisions."""
@@ -452,7 +459,11 @@ def _run(given: GivenStep, batch: Batch, scale: float, forced: Iterable[_At] = (
     inputs = [("(inputs)", t) for t in pytree.tree_leaves(batch) if isinstance(t, Tensor)]
     watch.given((*model.named_parameters(), *model.named_buffers(), *inputs))
     scale /= 1 if given.step is None else given.step.accumulate_steps
-    with watched_graphs([part for _, part in converted_in(model)]), as_before(model), warnings.catch_warnings():
+    parts = [part for _, part in converted_in(model)]
+    with (
+        torch.inference_mode(False), given.as_before(model), watched_graphs(parts), torch.enable_grad(),
+        warnings.catch_warnings(),
+    ):  # fmt: skip
         warnings.filterwarnings("ignore", "FP16 gradients without a loss scale")  # the scale is known here
         with watch:
             _, loss = given.run(model, batch)
@@ -518,6 +529,11 @@ def _kind(held: tuple[float, float]) -> str:
     if math.isnan(held[0]) or math.isnan(held[1]):
         return "NaN"
     return "" if math.isfinite(held[0]) and math.isfinite(held[1]) else "inf"
+
+
+def _masks(held: tuple[float, float]) -> bool:
+    """Say whether a range is that of a mask of -inf."""
+    return held[0] == -math.inf and held[1] < math.inf
 
 
 def _overflows(made: Any, given: Any) -> bool:

@@ -189,3 +189,72 @@ def test_a_teacher_by_functional_call_in_the_loss_is_not_disturbed_and_does_not_
         results.append([*(step(x, x).loss for x in X), *state(model)])
         assert all(t.grad is None for t in teacher.values())
     assert equal(*results)
+
+
+class Clamped(nn.Module):
+    """Writes to a weight before it reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.l.weight.clamp_(-0.05, 0.05)
+        return self.l(x)
+
+
+class Momentum(nn.Module):
+    """Has a teacher that follows the layer, as in MoCo."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l, self.teacher = nn.Linear(6, 2), nn.Linear(6, 2).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for mine, taught in zip(self.l.parameters(), self.teacher.parameters(), strict=True):
+                taught.data.mul_(0.5).add_(mine.data, alpha=0.5)
+            told = self.teacher(x)
+        return self.l(x) - told
+
+
+class Renormed(nn.Module):
+    """Has an embedding that writes to the weight of the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.l, self.head = nn.Embedding(9, 6, max_norm=0.5), nn.Linear(6, 6), nn.Linear(6, 9, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.table(torch.arange(len(x))) + self.l(x))
+
+
+@pytest.mark.parametrize("compile", [False, "aot_eager"])
+@pytest.mark.parametrize("make", [Clamped, Momentum, Renormed])
+def test_a_weight_that_forward_writes_is_cast_as_it_is_then(make: Callable[[], nn.Module], compile: Any) -> None:
+    def loss(t: Tensor) -> Tensor:
+        return t.float().square().mean()
+
+    found = []
+    for weights in ("hand", "auto", "per_use"):
+        torch.manual_seed(0)
+        model = make()
+        optimizer = sgd(model)
+        losses = []
+        if weights != "hand":
+            view = fxamp.convert(model, policy="O1,dtype=bf16")
+            step = TrainStep(view, loss, optimizer, accumulate_steps=2, weights=weights, compile=compile)  # type: ignore[arg-type]
+            losses = [step(x).loss.item() for x in X]
+        else:
+            for i, x in enumerate(X):
+                with torch.autocast("cpu", torch.bfloat16):
+                    output = model(x)
+                (loss(output) / 2).backward()
+                losses.append(loss(output).item())
+                if i % 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        found.append(losses)
+    assert found[0] == found[1] == found[2]

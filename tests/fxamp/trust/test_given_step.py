@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import fxamp
 from fxamp.trust.given_step import given_step
@@ -71,3 +71,50 @@ def test_what_is_no_step_is_refused_with_the_way_out() -> None:
         given = given_step(module, X, loss=loss)
         with pytest.raises(PolicyError, match=text):
             given.run(module, given.batches[0])
+
+
+class LossWithWeights(nn.Module):
+    """A loss with a parameter, and a buffer that it counts in."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(()))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, output: Tensor) -> Tensor:
+        self.calls += 1
+        return (output * self.gain).square().mean()
+
+
+@pytest.mark.parametrize(
+    "diagnose", [fxamp.verify, fxamp.estimate_error, fxamp.tune, fxamp.calibrate, fxamp.find_overflow]
+)
+def test_a_loss_that_is_a_module_is_as_before_and_so_is_what_autograd_saved(diagnose: Any) -> None:
+    model, loss = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)), LossWithWeights()
+    x = torch.randn(6, 8)
+    before = loss(model(x))
+    loss.calls.zero_()
+    view = fxamp.convert(model, policy="O1,dtype=fp16") if diagnose is fxamp.find_overflow else model
+    diagnose(view, x, loss=loss)
+    assert loss.gain.grad is None
+    assert loss.calls == 0
+    before.backward()  # nothing that it needs was written
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_flags_that_a_step_changes_are_as_before() -> None:
+    class Freezes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.a.weight.requires_grad_(False)
+            out: Tensor = self.b(self.a(x))
+            return out
+
+    model = Freezes()
+    fxamp.verify(model, torch.randn(4, 8), loss=torch.mean, policies="O1")
+    assert model.a.weight.requires_grad

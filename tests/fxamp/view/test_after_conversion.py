@@ -640,3 +640,58 @@ def test_a_batch_of_one_has_no_variance_to_normalise_by() -> None:
     if torch.__version__ < "2.15":  # there, as in eager, the batch is counted before the op raises
         assert_same(dict(model.named_buffers()), before)
     follows(view, model)
+
+
+class Broken(nn.Module):
+    """Two layers, with a graph break between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.l, self.m = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.l(x)
+        torch._dynamo.graph_break()
+        out: Tensor = self.m(h)
+        return out
+
+
+def test_hooks_registered_later_are_followed_below_a_graph_break() -> None:
+    model, x = Broken(), example()
+    view = fxamp.convert(model, policy=BF16)
+
+    def equal() -> bool:
+        with torch.autocast("cpu", torch.bfloat16):
+            return torch.equal(model(x).float(), view(x))
+
+    assert equal()
+    handle = model.m.register_forward_hook(lambda module, args, output: output * 2)
+    assert equal()
+    handle.remove()
+    assert equal()
+    model.l.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    assert equal()
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [lambda g: g * 2, lambda g: None, lambda g: torch.tanh(g.float()).to(g.dtype)],
+    ids=["changes", "looks", "casts"],
+)
+@pytest.mark.parametrize("way", ["O0", BF16])
+def test_a_hook_on_a_value_inside_forward_runs(way: str, hook: Callable[[Tensor], Any]) -> None:
+    def hooks(self: Any, x: Tensor) -> Tensor:
+        h: Tensor = self.l(x)
+        h.register_hook(hook)
+        out: Tensor = self.m(h)
+        return out
+
+    model, x = Two(hooks), example()
+    with torch.autocast("cpu", torch.bfloat16, enabled=way != "O0"):
+        output = model(x)
+    output.float().sum().backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    fxamp.convert(model, policy=way)(x).sum().backward()
+    assert_same([p.grad for p in model.parameters()], expected)

@@ -14,6 +14,7 @@ from fxamp.trust.error.derivatives import Derivatives
 from fxamp.trust.error.estimate import estimated
 from fxamp.trust.error.runs import Ran, Subject
 from fxamp.trust.given_step import given_step
+from passes.contract.errors import CaptureError, PolicyError
 from reports.zoo import BY_NAME
 from tests.support.helpers import matrix
 
@@ -276,3 +277,69 @@ def test_graphs_and_compiled_views_are_predicted_too() -> None:
     for given in (graph, view):
         found = fxamp.estimate_error(given, x, y, loss=CE, policies="O1")["O1"]
         assert found.loss == pytest.approx(expected.loss)
+
+
+def test_what_takes_other_paths_in_later_batches_is_predicted_too() -> None:
+    class Either(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.b, self.gain = nn.Linear(8, 32), nn.Linear(32, 8), nn.Parameter(torch.ones(8))
+
+        def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+            h = x * self.gain
+            if context is not None:
+                h = h + self.b(nn.functional.gelu(self.a(context)))
+            return h.square().mean()
+
+    plain: dict[str, Tensor] = {"x": torch.randn(4, 8)}
+    whole = [{"x": torch.randn(4, 8), "context": torch.randn(4, 8)} for _ in range(7)]
+    found = [fxamp.estimate_error(Either(), batches=b, policies="O1")["O1"] for b in ([plain, *whole], [*whole, plain])]
+    measured = fxamp.verify(Either(), batches=[plain, *whole], policies="O1")["O1"]
+    assert {n.key for n in found[0].nodes} == {n.key for n in found[1].nodes} > {"a/linear#0"}
+    assert all(measured.loss / 3 < errors.loss < measured.loss * 3 for errors in found)
+    assert measured.casts
+
+
+def test_statistics_of_a_batch_norm_have_no_gradient() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4)).eval()
+    given: Any = {"loss": nn.functional.cross_entropy, "inputs": torch.randn(8, 8), "target": torch.arange(8) % 4}
+    found = fxamp.estimate_error(model, **given, policies="O1", gradients="nodes")["O1"]
+    assert any(node.key == "3/linear#0" and node.gradient for node in found.nodes)
+    assert fxamp.tune(model, **given, tolerance=0.5).certificate["measured"] <= 0.5
+
+
+def test_nothing_that_requires_a_gradient_is_refused() -> None:
+    model = nn.Linear(8, 1).requires_grad_(False)
+    for diagnose in (fxamp.estimate_error, fxamp.tune):
+        with pytest.raises(PolicyError, match="no parameter of Linear requires a gradient"):
+            diagnose(model, torch.randn(4, 8), loss=torch.mean)
+
+
+def test_what_is_not_captured_is_said() -> None:
+    def left_alone(self: nn.Module, grad_input: Any, grad_output: Any) -> None:
+        """Do nothing; Dynamo leaves the module to Python."""
+
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 1))
+    model[0].register_full_backward_hook(left_alone)
+    with pytest.raises(CaptureError, match="nothing of it was captured"):
+        fxamp.estimate_error(model, torch.randn(4, 8), loss=torch.mean, policies="O1")
+    with pytest.raises(CaptureError, match="nothing of it was captured"):
+        fxamp.calibrate(model, torch.randn(4, 8), loss=torch.mean)
+
+    class Partly(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.b(self.outside(x))
+            return out
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def outside(self, x: Tensor) -> Any:
+            return self.a(x)
+
+    found = fxamp.estimate_error(Partly(), torch.randn(4, 8), loss=torch.mean, policies="O1")
+    assert "what reads a.bias, a.weight" in found.notes[-1]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 
 import fxamp
 from fxamp.cli.main import main
+from passes.contract.errors import PolicyError
 from reports.zoo import BY_NAME
 
 CE = nn.functional.cross_entropy
@@ -150,3 +153,106 @@ def test_the_command_leaves_with_0_1_or_2(
     ):  # fmt: skip
         assert main(["verify", *argv]) == 2
         assert said in capsys.readouterr().err
+
+
+class Drawing(nn.Module):
+    """Adds what a generator gives, which is another number for another dtype."""
+
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers, self.draw = net(), draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x)
+        return out + self.draw(out) * out.exp()
+
+
+class Mixed(nn.Module):
+    """Has one parameter in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.scale = net(), nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x)
+        return out * self.scale.exp().to(out.dtype)
+
+
+def hooked() -> nn.Module:
+    model: Any = net()
+    model[0].weight.register_hook(lambda g: g * 3)
+    return model
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Drawing(torch.randn_like), lambda: Drawing(torch.rand_like),
+        lambda: Drawing(lambda t: t.new_empty(t.shape).normal_()),
+        lambda: Drawing(lambda t: torch.bernoulli(t.detach().sigmoid())), hooked, Mixed,
+    ],
+    ids=["randn_like", "rand_like", "normal_", "bernoulli", "hooked", "mixed"],
+)  # fmt: skip
+def test_float64_is_the_same_model(make: Callable[[], nn.Module]) -> None:
+    model = make()
+    before = {name: (v.dtype, v.clone()) for name, v in model.state_dict().items()}
+    found = fxamp.verify(model, X, Y, loss=CE, policies="O1,dtype=bf16")
+    assert found.reference == "float64"
+    assert found["FP32"].per_parameter < 1e-5 < found["O1,dtype=bf16"].per_parameter < 0.05
+    assert all(v.dtype == dtype and torch.equal(v, was) for v, (dtype, was) in zip(
+        model.state_dict().values(), before.values(), strict=True
+    ))  # fmt: skip
+
+
+def test_a_loss_may_read_the_parameters_of_the_model() -> None:
+    model = net()
+
+    def penalized(output: Tensor, target: Tensor) -> Tensor:
+        return CE(output, target) + 1e-2 * torch.stack([p.square().sum() for p in model.parameters()]).sum()
+
+    found = fxamp.verify(model, X, Y, loss=penalized, policies="O1,dtype=bf16")
+    assert found["FP32"].per_parameter < 1e-5
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_inside_autocast_fp32_is_the_model_without_it() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        found = fxamp.verify(net(), X, Y, loss=CE, policies="O1,dtype=bf16")
+    assert found["FP32"].per_parameter < 1e-5
+
+
+def test_a_view_that_carries_out_a_plan_is_not_its_policy() -> None:
+    model = net()
+    plan = fxamp.plan_of(fxamp.convert(model, (X,), policy="O1,dtype=bf16,ops.gelu=fp32"))
+    view = fxamp.convert(model, (X,), plan=plan)
+    named = fxamp.verify(view, X, Y, loss=CE).policies[1].policy
+    assert named.endswith(" by a plan")
+    casts = [fxamp.verify(m, X, Y, loss=CE, policies="O1,dtype=bf16").policies[1].casts for m in (model, view)]
+    assert casts[0] == casts[1] != fxamp.verify(view, X, Y, loss=CE).policies[1].casts
+
+
+def test_what_is_not_a_number_is_null_in_json() -> None:
+    model: Any = net()
+    nn.init.constant_(model[0].weight, 1e6)
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    text = fxamp.verify(model, X, Y, loss=CE, policies="O1,dtype=fp16").to_json()
+    assert json.loads(text, parse_constant=refuse)["policies"][1]["loss"] is None
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"policies": ()}, "policies= is empty"),
+        ({"loss": lambda o, y: o.sum() * 1j}, "a complex one of shape ()"),
+        ({"batches": 3, "inputs": None, "target": None}, "not int"),
+    ],
+    ids=["policies", "complex", "batches"],
+)
+def test_bad_input_is_named(given: Any, says: str) -> None:
+    asked = {"inputs": X, "target": Y, "loss": CE, **given}
+    with pytest.raises(PolicyError, match=re.escape(says)):
+        fxamp.verify(net(), **asked)

@@ -215,3 +215,34 @@ def test_a_backward_may_leave_a_gradient_out() -> None:
     found = fxamp.calibrate(LeavesOut(), torch.randn(4, 8))
     assert "a/linear#0" in found.gradients
     assert all(held.not_finite == 0 for held in found.gradients.values())
+
+
+class Shared(nn.Module):
+    """One weight, and so one cast, that two ops read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(8, 8) * 1e5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        linear = nn.functional.linear
+        return linear(x, self.weight) + linear(x * 2, self.weight)
+
+
+def test_every_reader_of_a_cast_is_told_of_its_range() -> None:
+    x = X * 1e-6
+    found = fxamp.calibrate(Shared(), x, loss=torch.mean)
+    assert {"/linear#0", "/linear#1"} <= set(found.large)
+    view = fxamp.convert(Shared(), (x,), policy=FP16, calibration=found)
+    assert fxamp.find_overflow(view, x, loss=torch.mean) is None
+
+
+@pytest.mark.parametrize("changed", ["order", "signs"])
+def test_a_checksum_knows_order_and_signs(changed: str) -> None:
+    model = nn.Linear(8, 4)
+    found = fxamp.calibrate(model, X, loss=torch.mean)
+    with torch.no_grad():
+        model.weight.copy_(model.weight.flip(1) if changed == "order" else -model.weight)
+    with pytest.raises(PlanError, match="'weight' has changed"):
+        found.refuse_stale(model)

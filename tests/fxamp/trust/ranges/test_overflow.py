@@ -343,3 +343,45 @@ def test_an_open_window_and_a_missing_loss_are_refused() -> None:
         fxamp.find_overflow(step, X)
     with pytest.raises(PolicyError, match="give loss="):
         fxamp.find_overflow(model, X)
+
+
+class Masked(nn.Module):
+    """Attention whose scores overflow in FP16, with a mask of -inf that is no cause of it."""
+
+    mask: Tensor
+    allowed: Tensor
+
+    def __init__(self, held: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.v, self.held = nn.Linear(8, 8), nn.Linear(8, 8), held
+        nn.init.constant_(self.q.weight, 10.0)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(6))
+        self.register_buffer("allowed", torch.ones(6, 6).tril())
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        if self.held != "input":
+            mask = self.mask if self.held == "buffer" else self.allowed.log()
+        q = self.q(x)
+        out: Tensor = F.softmax(q @ q.transpose(-1, -2) + mask, -1) @ self.v(x)
+        return out.mean()
+
+
+@pytest.mark.parametrize("held", ["input", "buffer", "computed"])
+def test_a_mask_is_not_to_blame_for_an_overflow_that_meets_it(held: str) -> None:
+    x = X[None].expand(2, 6, 8).abs() + 1
+    mask = nn.Transformer.generate_square_subsequent_mask(6)
+    view = fxamp.convert(Masked(held), policy=O1)
+    found = fxamp.find_overflow(view, (x, mask))
+    assert found is not None
+    assert (found.where, found.fp32) == ("/matmul#0", ("/matmul#0",))
+    assert fxamp.find_overflow(fxamp.convert(Masked(held), policy=found.policy), (x, mask)) is None
+
+
+def test_gradients_are_looked_at_where_the_caller_computes_none() -> None:
+    view = fxamp.convert(nn.Linear(8, 4), policy=O1)
+    for off in (torch.no_grad, torch.inference_mode):
+        with off():
+            found = fxamp.find_overflow(view, X, loss=torch.mean, scale=2.0**24)
+        assert found is not None
+        assert found.backward
