@@ -42,7 +42,8 @@ from .scope import Scope, is_gathered, is_training, scope
 Inner = str | Callable[..., Any]
 _OURS = ("policy", "backend", "mode")
 _NOT_EAGER = (
-    "a graph with activation checkpointing is compiled by 'aot_eager': 'eager' would recompute dropout differently"
+    "a graph with activation checkpointing is compiled by 'aot_eager': 'eager' would recompute dropout differently; "
+    "statistics of a batch norm in it are updated once, and not again as it is recomputed"
 )
 _WITHOUT_AUTOCAST = (
     "captured without autocast: Python code that reads dtypes (finfo, dtype= arguments, branches) sees FP32, and code "
