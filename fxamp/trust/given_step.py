@@ -230,7 +230,7 @@ def floats(output: Any) -> list[Tensor]:
 def require_loss(loss: object) -> None:
     """Raise PolicyError unless a loss is a tensor of one element."""
     if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
-        raise PolicyError(f"the loss must be a real tensor of one element, not {_described(loss)}.")
+        raise PolicyError(f"the loss must be a tensor of one element, not {_described(loss)}.")
 
 
 def _described(value: Any) -> str:

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from passes._torch import OpOverload, own_schema, pytree
+from passes._torch import OpOverload, TorchDispatchMode, own_schema, pytree
 
 
 @contextlib.contextmanager
