@@ -50,7 +50,7 @@ from passes._torch import (
 from passes.contract.costs import Penalties, Timer
 from passes.contract.errors import CaptureError, FxampError, PolicyError
 from passes.contract.plan import CERTIFICATE, Plan
-from passes.contract.policy import Policy, nearest
+from passes.contract.policy import Override, Policy, nearest
 from passes.contract.reasons import Code
 from passes.runtime.regions import ModesKeptOnError
 
@@ -429,9 +429,33 @@ class Runner:
             self._said.add(what)
             logger.log(level, "fxamp: %s", text)
 
+    def say_idle_overrides(self) -> None:
+        """Warn once of each override that has decided on no node of what was captured so far."""
+        given = [Override("op", *item) for item in self.policy.ops]
+        given += [Override("path", *item) for item in self.policy.modules]
+        if not given or self.replayed is not None:
+            return
+        plans = [entry.converted.plan for entry in self.entries]
+        decided = {d.reason for plan in plans for d in plan.decisions if d.code == Code.OVERRIDE.value}
+        first = {id(module): path for path, module in self.model.named_modules()}
+        every = {path: first[id(module)] for path, module in self.model.named_modules(remove_duplicate=False)}
+        for override in (one for one in given if f"{Code.OVERRIDE.value}: {one}" not in decided):
+            name = every.get(override.key, override.key) if override.kind == "path" else override.key
+            why = (
+                f"its nodes go by the first name of that module, '{name}'" if name != override.key
+                else "nothing that it names was captured, or something else decides there, such as the dtype of a "
+                "value that is written in place"
+            )  # fmt: skip
+            self._say(
+                str(override), logging.WARNING,
+                f"{override} has decided nothing in what was captured of {type(self.model).__name__} so far: {why}.",
+            )  # fmt: skip
+
     def _announce(self, first: int, seconds: float) -> None:
         """Log a line for each graph that a call captured, and why Dynamo captured again."""
         name = type(self.model).__name__
+        if (call := current()) is not None and call.does == "run":
+            self.say_idle_overrides()
         for entry in self.entries[first:]:
             plan = entry.converted.plan
             low = sum(d.colour == str(self.low).removeprefix("torch.") for d in plan.decisions)

@@ -318,3 +318,59 @@ def test_a_name_that_no_code_holds_is_written_otherwise_or_refused(name: str) ->
     with pytest.raises(fxamp.CaptureError, match=re.escape(repr(f"{name}.weight"))):
         fxamp.convert(exported)
     assert_untouched(model, before)
+
+
+class Overridden(nn.Module):
+    """Has a module under two names, one that its parent reads for it, and one that writes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 6)
+        self.b = self.a
+        self.mixes = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.mixes(*[self.act(self.b(x))[None]] * 3, need_weights=False)[0]
+        return out
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("modules.b=fp32", "the first name of that module, 'a'"),
+        ("modules.mixes.out_proj=fp32", "nothing that it names"),
+        ("ops.relu_=fp32", "written in place"), ("modules.act=fp32", "written in place"), ("modules.a=fp32", ""),
+        ("ops.linear=fp32", ""), ("modules.torch.nn.Linear=keep", ""),
+    ],
+)  # fmt: skip
+def test_an_override_that_decides_nothing_is_said_once(
+    override: str, says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    view = fxamp.convert(Overridden(), (example(),), policy=f"O1,dtype=bf16,{override}")
+    view(example())
+    said = [r.message for r in caplog.records if "has decided nothing" in r.message]
+    assert len(said) == bool(says)
+    assert all(says in text and override in text for text in said)
+
+
+def test_a_misspelt_op_is_said_at_the_first_call_of_a_view_without_examples(caplog: pytest.LogCaptureFixture) -> None:
+    view = fxamp.convert(Two(lambda self, x: self.l(x)), policy="O1,dtype=bf16,ops.linaer=fp32")
+    assert not caplog.records
+    view(example())
+    assert any("ops.linaer=fp32 has decided nothing" in r.message for r in caplog.records)
+
+
+def test_what_an_override_changes_goes_on_behind_a_graph_break() -> None:
+    def breaks(self: Any, x: Tensor) -> Tensor:
+        h = self.l(x).relu()
+        torch._dynamo.graph_break()
+        out: Tensor = self.m(h).relu()
+        return out
+
+    policy = "O1,dtype=bf16,modules.l=fp32"
+    planned = fxamp.plan(Two(breaks), (example(),), policy=policy).casts
+    view = fxamp.convert(Two(breaks), (example(),), policy=policy, on_change="error")
+    view(example())
+    assert planned == fxamp.plan_of(view).casts == 3
+    assert len(fxamp.graphs(view)) == 2
