@@ -66,8 +66,8 @@ class Policy:
         modules: Overrides by module: a mapping from a path, a glob of paths (`*` stays within one segment, and a key
             covers its submodules) or a type to "low", "fp32" or "keep" (the dtypes before conversion).
         ops: Overrides by op: a mapping from names as `fxamp.rules()` lists them to "low", "fp32" or "keep". The key of
-            a decision ("fc1/linear#0") names one node; a node that the graph does not have is then an error only where
-            the model is converted with example inputs.
+            a decision ("fc1/linear#0") names one node of each graph; one that no graph has is then an error only where
+            the model is converted with example inputs. What writes in place has the dtype of its target in any case.
         output_dtype: "original" returns outputs in the dtypes of the model's outputs, "autocast" in those that
             `torch.autocast` would hand out, for a part of a larger model, "low" in those that they were computed in.
         cost: "bytes" places casts where the fewest bytes move. "measured" places them where this machine takes the
