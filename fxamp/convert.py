@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from passes._torch import original_of
-from passes.contract.errors import CaptureError, NotAModuleError, PolicyError
+from passes.contract.errors import CaptureError, NotAModuleError, PlanError, PolicyError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy
 
@@ -157,8 +157,15 @@ def _asked(policy: Policy | str | None, plan: Plan | str | os.PathLike[str] | No
         return Policy.of(policy), None
     if policy is not None:
         raise PolicyError("a plan has its own policy: give convert a plan or a policy, not both.")
-    read = plan if isinstance(plan, Plan) else Plan.load(plan)
+    read = plan if isinstance(plan, Plan) else Plan.load(_path(plan, "plan"))
     return read.policy, read
+
+
+def _path(value: Any, what: str) -> str | os.PathLike[str]:
+    """Return what a plan or a calibration is read from."""
+    if isinstance(value, (str, os.PathLike)):
+        return value
+    raise PlanError(f"{what}= is a {what}, or the path of one that was saved, not {type(value).__name__}.")
 
 
 def _calibrated(
@@ -168,7 +175,7 @@ def _calibrated(
     """Return a policy that runs in FP32 what is too large for FP16."""
     if replayed is not None:
         raise PolicyError("a plan says what runs in FP32 already: give convert a plan or a calibration, not both.")
-    found = calibration if isinstance(calibration, Calibration) else Calibration.load(calibration)
+    found = calibration if isinstance(calibration, Calibration) else Calibration.load(_path(calibration, "calibration"))
     if isinstance(model, nn.Module):
         found.refuse_stale(model)
     settled = resolve(policy, model.module() if isinstance(model, ExportedProgram) else model, inputs)

@@ -197,6 +197,8 @@ def entry_point(
 
 def split(options: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the options that are fxamp's, and those that are the inner backend's."""
+    if options is not None and not isinstance(options, Mapping):
+        raise PolicyError(f"options is a mapping of the backend's options, not {type(options).__name__}.")
     given = dict(options or {})
     return {k: v for k, v in given.items() if k in _OURS}, {k: v for k, v in given.items() if k not in _OURS}
 

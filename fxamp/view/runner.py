@@ -532,8 +532,17 @@ def _shortened(text: str) -> str:
     return f"{guard.strip()}  # {line.strip()}" if line and "_of_" not in line else guard.strip()
 
 
-def check_settings(model: nn.Module, on_change: str = "recompile", methods: Any = (), **_: Any) -> None:
-    """Raise PolicyError for another change than there is, or a method that the model's class does not define."""
+def check_settings(
+    model: nn.Module,
+    on_change: str = "recompile",
+    methods: Any = (),
+    dynamic: Any = None,
+    options: Any = None,
+    **_: Any,
+) -> None:
+    """Raise PolicyError for a setting that there is not, or a method that the model's class does not define."""
+    if dynamic not in (True, False, None):
+        raise PolicyError(f"dynamic is True, False or None, not {dynamic!r}.")
     if on_change not in ("recompile", "error"):
         raise PolicyError(f"on_change is 'recompile' or 'error', not {on_change!r}.")
     if isinstance(methods, str):

@@ -374,3 +374,18 @@ def test_what_an_override_changes_goes_on_behind_a_graph_break() -> None:
     view(example())
     assert planned == fxamp.plan_of(view).casts == 3
     assert len(fxamp.graphs(view)) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"plan": 5}, "plan= is a plan, or the path of one that was saved, not int"),
+        ({"calibration": 5}, "calibration= is a calibration, or the path of one that was saved, not int"),
+        ({"options": 5}, "options is a mapping of the backend's options, not int"),
+        ({"dynamic": "x"}, "dynamic is True, False or None, not 'x'"),
+    ],
+    ids=["plan", "calibration", "options", "dynamic"],
+)
+def test_an_argument_of_another_kind_is_named(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(fxamp.FxampError, match=re.escape(says)):
+        fxamp.convert(Two(lambda self, x: self.l(x)), (X,), **given)
