@@ -46,12 +46,12 @@ def kept(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     written here. Yields a list, which afterwards holds those restored.
     """
     restored: list[torch.Tensor] = []
-    saved = [(t, t.detach(), t.detach().clone(), t.is_leaf, _writes_to(t)) for t in tensors if not t.is_meta]
+    saved = [(t, t.detach(), t.detach().clone(), t.is_leaf, _count_of_writes(t)) for t in tensors if not t.is_meta]
     try:
         yield restored
     finally:
         with torch.no_grad():
-            for tensor, alias, value, leaf, writes in saved:
+            for tensor, alias, value, leaf, count in saved:
                 if leaf and not tensor.is_leaf:
                     with contextlib.suppress(RuntimeError):  # a view of another tensor cannot be
                         tensor.detach_()
@@ -60,7 +60,7 @@ def kept(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
                     tensor.data = alias
                 written = not same(tensor, value)
                 if written:  # uncounted where that was, as a batch norm's: what autograd has saved stays valid
-                    (tensor.data if writes == _writes_to(tensor) else tensor).copy_(value)
+                    (tensor.data if count == _count_of_writes(tensor) else tensor).copy_(value)
                 if replaced or written:
                     restored.append(tensor)
 
@@ -82,7 +82,7 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.values() if tensor.is_nested else tensor if tensor.layout is torch.strided else tensor.to_dense()
 
 
-def _writes_to(tensor: torch.Tensor) -> int | None:
+def _count_of_writes(tensor: torch.Tensor) -> int | None:
     """Return how often a tensor was written, as torch counts; None where it does not count."""
     return None if tensor.is_inference() else tensor._version
 

@@ -208,7 +208,7 @@ class Subject:
 
         with run_instead(run):
             ran = self._step(self.view(name), batch, contextlib.nullcontext, scale, backward=backward)
-        missing = {name for name in ran.gradients if id(self.parameters[name]) not in inputs}
+        missing = {n for n, p in self.model.named_parameters() if n in ran.gradients and id(p) not in inputs}
         if not counted[0] or (ran.gradients and len(missing) == len(ran.gradients)):
             raise CaptureError(f"{type(self.model).__name__}: nothing of it was captured, so nothing can be predicted.")
         self.uncaptured |= missing

@@ -86,9 +86,8 @@ class _Ranges:
 
     def __call__(self, site: Site, value: Tensor) -> Tensor:
         """Look at the value of a site, and at its gradient when it is there."""
-        readers = dict.fromkeys((reader for reader, _ in site.reads), None) or {
-            site.key: None
-        }  # of a cast, else itself
+        readers = dict.fromkeys(reader for reader, _ in site.reads)  # of a cast
+        readers = readers or {site.key: None}
         for key in readers:
             self._look(key, False, value)
             if value.requires_grad:
