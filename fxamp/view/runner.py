@@ -435,16 +435,16 @@ class Runner:
         given += [Override("path", *item) for item in self.policy.modules]
         if not given or self.replayed is not None:
             return
-        plans = [entry.converted.plan for entry in self.entries]
-        decided = {d.reason for plan in plans for d in plan.decisions if d.code == Code.OVERRIDE.value}
+        every = (d for entry in self.entries for d in entry.converted.plan.decisions if d.code == Code.OVERRIDE.value)
+        decided = {d.reason for d in every if d.colour != "float32" or not d.reason.endswith("=low")}
         first = {id(module): path for path, module in self.model.named_modules()}
-        every = {path: first[id(module)] for path, module in self.model.named_modules(remove_duplicate=False)}
+        names = {path: first[id(module)] for path, module in self.model.named_modules(remove_duplicate=False)}
         for override in (one for one in given if f"{Code.OVERRIDE.value}: {one}" not in decided):
-            name = every.get(override.key, override.key) if override.kind == "path" else override.key
+            name = names.get(override.key, override.key) if override.kind == "path" else override.key
             why = (
                 f"its nodes go by the first name of that module, '{name}'" if name != override.key
                 else "nothing that it names was captured, or something else decides there, such as the dtype of a "
-                "value that is written in place"
+                "value that is written in place, or of a table that rows are read from"
             )  # fmt: skip
             self._say(
                 str(override), logging.WARNING,

@@ -389,3 +389,10 @@ def test_what_an_override_changes_goes_on_behind_a_graph_break() -> None:
 def test_an_argument_of_another_kind_is_named(given: dict[str, Any], says: str) -> None:
     with pytest.raises(fxamp.FxampError, match=re.escape(says)):
         fxamp.convert(Two(lambda self, x: self.l(x)), (X,), **given)
+
+
+def test_a_low_override_of_a_table_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Embedding(5, 6), nn.Linear(6, 6))
+    view = fxamp.convert(model, (torch.arange(3),), policy="O1,dtype=bf16,modules.0=low")
+    assert fxamp.plan_of(view).decisions[0].colour == "float32"
+    assert any("modules.0=low has decided nothing" in r.message for r in caplog.records)
