@@ -430,8 +430,11 @@ class Runner:
             logger.log(level, "fxamp: %s", text)
 
     def say_idle_overrides(self) -> None:
-        """Warn once of each override that has decided on no node of what was captured so far."""
-        given = [Override("op", *item) for item in self.policy.ops]
+        """Warn once of each override that has decided on no node of what was captured so far.
+
+        Those of single nodes are left out: calibrations name all that is large, whatever decides there.
+        """
+        given = [Override("op", *item) for item in self.policy.ops if "#" not in item[0]]
         given += [Override("path", *item) for item in self.policy.modules]
         if not given or self.replayed is not None:
             return
