@@ -16,6 +16,7 @@ from passes.contract.reasons import DEVIATIONS
 from passes.ops.rules import FOLLOW, LOW, lookup
 from reports.zoo import BY_NAME
 from tests.support.cuda_oracle import compare
+from tests.support.helpers import OLD_DYNAMO
 from tests.support.processes import in_another_process
 
 SECONDS = 600.0  # for all models of the zoo
@@ -113,9 +114,11 @@ def test_at_o0_the_losses_that_are_made_for_cuda_are_eagers_at_every_batch_size(
         return F.cross_entropy(m.layer(x), target, **settings)
 
     model, x = Computes(loss), torch.randn(4, 6)
-    program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("batch", min=2, max=64)},))
+    fixed = probabilities and OLD_DYNAMO  # the exporter fixed the batch of such a loss before torch 2.13
+    sizes = None if fixed else ({0: torch.export.Dim("batch", min=2, max=64)},)
+    program = torch.export.export(model, (x,), dynamic_shapes=sizes)
     module = fxamp.convert(program, policy="O0,device=cuda")
-    for batch in (x, torch.randn(9, 6)):
+    for batch in (x, torch.randn(4 if fixed else 9, 6)):
         got, expected = module(batch), model(batch)
         assert torch.equal(got, expected)
         for a, b in zip(
