@@ -370,6 +370,7 @@ def test_what_an_override_changes_goes_on_behind_a_graph_break() -> None:
 
     policy = "O1,dtype=bf16,modules.l=fp32"
     planned = fxamp.plan(Two(breaks), (example(),), policy=policy).casts
+    torch.compiler.reset()  # before torch 2.13 models of one code share what is compiled below a graph break
     view = fxamp.convert(Two(breaks), (example(),), policy=policy, on_change="error")
     view(example())
     assert planned == fxamp.plan_of(view).casts == 3
