@@ -26,6 +26,7 @@ from passes.contract.policy import Policy
 LARGEST = float(torch.finfo(torch.float16).max)  # 65504
 ROOM = 8.0  # a value that was seen beyond this part of the largest number may overflow on another batch
 _SHOWN = 10
+_VERSION = 3  # of the file; 3 has checksums in which the order of a parameter's numbers counts
 _AGAIN = "calibrate again"
 
 
@@ -132,7 +133,7 @@ class Calibration:
             >>> fxamp.Calibration.from_json(found.to_json()) == found
             True
         """
-        return json.dumps({**asdict(self), "version": 2}, indent=1, sort_keys=True) + "\n"
+        return json.dumps({**asdict(self), "version": _VERSION}, indent=1, sort_keys=True) + "\n"
 
     @classmethod
     def from_json(cls, text: str, *, name: str = "calibration") -> Calibration:
@@ -148,7 +149,7 @@ class Calibration:
         """
         data = strictly(text, name, "calibration")
         try:
-            if data.pop("version") != 2:
+            if data.pop("version") != _VERSION:
                 raise PlanError(f"{name}: another version of fxamp wrote it; {_AGAIN}")
             for key in ("values", "gradients"):
                 data[key] = {at: Range(**held) for at, held in data[key].items()}

@@ -536,12 +536,7 @@ def _shortened(text: str) -> str:
 
 
 def check_settings(
-    model: nn.Module,
-    on_change: str = "recompile",
-    methods: Any = (),
-    dynamic: Any = None,
-    options: Any = None,
-    **_: Any,
+    model: nn.Module, on_change: str = "recompile", methods: Any = (), dynamic: Any = None, **_: Any
 ) -> None:
     """Raise PolicyError for a setting that there is not, or a method that the model's class does not define."""
     if dynamic not in (True, False, None):

@@ -114,9 +114,8 @@ def judged(found: Subject, front_end: str, levels: tuple[str, ...] = LEVELS) -> 
         try:
             program = exported(found)
             given = replace(found, model=as_graph(program))
-            if (
-                given.autocast is None
-            ):  # with FP32's literals and dtypes in it the graph may raise where the model does not
+            if given.autocast is None:
+                # With FP32's literals and dtypes in it the graph may raise where the model does not.
                 given.allowed.as_under(found.autocast)
         except Exception as e:
             return dict.fromkeys(levels, Verdict(TORCH, f"torch.export: {as_verdict(e).why}"))

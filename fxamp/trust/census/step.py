@@ -22,7 +22,7 @@ from passes.graph.values import no_autocast
 
 from ...capture.emitted import record_on
 from ...capture.given import flat_inputs
-from ..given_step import as_before, copies, loss_of, model_of, output_of
+from ..given_step import GivenStep, copies, loss_of, model_of, output_of
 from ..preserved import same_attributes, same_random_state
 from ..tensors import held, kept
 from ..watch import Watch, node_by_node
@@ -61,7 +61,7 @@ def run(model_or_step: Any, inputs: Any, target: Any, loss: Callable[..., Any] |
     model = model_of(model_or_step)
     given, target = copies((inputs, target))
     if model_or_step is model:
-        with as_before(model):
+        with GivenStep(model, (), loss).as_before(model):
             return _of_model(model, given, target, loss)
     if loss is not None:
         raise PolicyError("a TrainStep brings its own loss: leave out loss=.")

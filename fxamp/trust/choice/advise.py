@@ -33,7 +33,7 @@ from ..error.report import Errors
 from ..error.runs import AUTOCAST, FP32, POLICIES, Subject
 from ..error.tune import tune
 from ..error.verify import measured
-from ..given_step import Batch, Loss, as_before, given_step
+from ..given_step import Batch, Loss, given_step
 
 TUNED = "tuned"
 _SECONDS = 8.0  # for all timed steps together
@@ -233,7 +233,7 @@ def _times(subject: Subject, names: Sequence[str], batch: Batch) -> dict[str, tu
     Rounds are compared one by one: each time is taken as a ratio to that of FP32 in the same round.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(as_before(subject.model))
+        stack.enter_context(subject.given.as_before(subject.model))
         stack.enter_context(torch.enable_grad())
         steps = {name: _step(subject, name, batch) for name in names}
         for step in steps.values():
@@ -273,7 +273,7 @@ def _option(
     short: str, subject: Subject, name: str, batch: Batch, timed: tuple[float, float], errors: Errors,
     predicted: Errors | None,
 ) -> Option:  # fmt: skip
-    with as_before(subject.model), torch.enable_grad():
+    with subject.given.as_before(subject.model), torch.enable_grad():
         saved = saved_bytes(subject.forward(name, batch))
     return Option(
         short, *timed, errors.casts or 0, errors.cast_bytes or 0, saved, errors.loss, errors.per_parameter,
@@ -288,7 +288,7 @@ def _skips(subject: Subject, name: str, batch: Batch) -> Iterator[float]:
         return
     forward, scale = subject.forward(name, batch), _SCALE
     while scale >= _LEAST:
-        with as_before(subject.model), torch.enable_grad():
+        with subject.given.as_before(subject.model), torch.enable_grad():
             loss = forward()
             with no_autocast():
                 (loss.float() * scale).backward()

@@ -89,8 +89,12 @@ class LossWithWeights(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "diagnose", [fxamp.verify, fxamp.estimate_error, fxamp.tune, fxamp.calibrate, fxamp.find_overflow]
-)
+    "diagnose",
+    [
+        fxamp.verify, fxamp.estimate_error, fxamp.tune, fxamp.calibrate, fxamp.find_overflow, fxamp.advise,
+        fxamp.census,
+    ],
+)  # fmt: skip
 def test_a_loss_that_is_a_module_is_as_before_and_so_is_what_autograd_saved(diagnose: Any) -> None:
     model, loss = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)), LossWithWeights()
     x = torch.randn(6, 8)

@@ -246,3 +246,9 @@ def test_a_checksum_knows_order_and_signs(changed: str) -> None:
         model.weight.copy_(model.weight.flip(1) if changed == "order" else -model.weight)
     with pytest.raises(PlanError, match="'weight' has changed"):
         found.refuse_stale(model)
+
+
+def test_a_calibration_of_an_older_version_is_said_to_be_one() -> None:
+    text = fxamp.calibrate(nn.Linear(8, 4), X, loss=torch.mean).to_json().replace('"version": 3', '"version": 2')
+    with pytest.raises(PlanError, match="another version of fxamp wrote it"):
+        fxamp.Calibration.from_json(text)
