@@ -266,6 +266,12 @@ def codegen_of(graph: torch.fx.Graph) -> Any:
     return graph._codegen
 
 
+def contexts_of_checkpoint(body: torch.fx.GraphModule) -> Callable[[], Any] | None:
+    """Return the `context_fn` of a checkpoint, which Dynamo keeps on the graph of its body."""
+    found: Callable[[], Any] | None = body.meta.get("_checkpoint_context_fn")
+    return found
+
+
 def autocast_registrations(device: str) -> frozenset[str]:
     """Return the names of ops (`namespace::op` or `namespace::op.overload`) with an autocast kernel for a device.
 

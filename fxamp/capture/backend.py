@@ -25,10 +25,12 @@ from passes.contract.costs import Penalties, Timer
 from passes.contract.errors import PolicyError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy, check_used, nearest, type_names
+from passes.graph.aliases import Aliases
 from passes.graph.notes import note, note_buffer, note_of
 from passes.graph.values import no_autocast, retyped
 from passes.ops.rules import row_of
 from passes.runtime.casts import CAST, again
+from passes.runtime.regions import recompute
 
 from ..trust.watch import node_by_node
 from . import compiled, recompile_limit
@@ -41,10 +43,6 @@ from .scope import Scope, is_gathered, is_training, scope
 
 Inner = str | Callable[..., Any]
 _OURS = ("policy", "backend", "mode")
-_NOT_EAGER = (
-    "a graph with activation checkpointing is compiled by 'aot_eager': 'eager' would recompute dropout differently; "
-    "statistics of a batch norm in it are updated once, and not again as it is recomputed"
-)
 _WITHOUT_AUTOCAST = (
     "captured without autocast: Python code that reads dtypes (finfo, dtype= arguments, branches) sees FP32, and code "
     "between graphs runs in FP32; under fxamp.compile, or inside torch.autocast, both follow autocast"
@@ -87,10 +85,11 @@ class Backend:
             ours, rest = split(options)
             given = {"policy": self.policy, "backend": self.backend, "mode": mode or self.mode}
             return backend(**{**given, **ours}, options={**dict(self.options), **rest})(gm, example_inputs)
-        inner, notes = inner_of(self.backend, gm)
-        converted, outputs = rewrite(gm, example_inputs, self.policy, notes)
+        if self.backend == "eager":
+            recompute_as_written(gm)
+        converted, outputs = rewrite(gm, example_inputs, self.policy)
         compiled.record(converted, example_inputs, scope())
-        run = run_by(inner, self.mode, dict(self.options), gm, example_inputs, converted)
+        run = run_by(self.backend, self.mode, dict(self.options), gm, example_inputs, converted)
         return at_call(run, converted, example_inputs, outputs, compiled.reused)
 
 
@@ -116,19 +115,35 @@ def run_by(
 
 def leave_sharing_to_the_compiler(gm: GraphModule) -> None:
     """Replace casts that share a storage by plain ones: compilers merge those, and cache graphs of torch's ops only."""
-    for part in gm.modules():
-        if isinstance(part, GraphModule):
-            for node in part.graph.find_nodes(op="call_function", target=again):
-                node.target, node.args = CAST, node.args[:2]
-            part.recompile()
+    for part in graphs_in(gm):
+        for node in part.graph.find_nodes(op="call_function", target=again):
+            node.target, node.args = CAST, node.args[:2]
+        part.recompile()
 
 
-def inner_of(backend: Inner, gm: GraphModule) -> tuple[Inner, tuple[str, ...]]:
-    """Return the inner backend for a graph, and notes for the plan."""
-    nodes = (n for part in gm.modules() if isinstance(part, GraphModule) for n in part.graph.nodes)
-    if backend == "eager" and any(row_of(n).recomputed for n in nodes):
-        return "aot_eager", (_NOT_EAGER,)
-    return backend, ()
+def recompute_as_written(gm: GraphModule) -> None:
+    """Have a graph recompute as the author's code does, in place; torch's own op leaves that to a compiler."""
+    for part in reversed(graphs_in(gm)):  # those inside first
+        for node in part.graph.nodes:
+            if row_of(node).recomputed:
+                body = attribute_of(part, str(node.args[0].target)).graph
+                node.target, node.kwargs = recompute, {**node.kwargs, "written": _written_inputs(body)}
+        part.recompile()
+
+
+def _written_inputs(body: Graph) -> tuple[int, ...]:
+    """Return which inputs of a body it writes, itself or in a checkpoint inside it."""
+    aliases = Aliases(body)
+    inside = {
+        n.args[at + 1] for n in body.find_nodes(op="call_function", target=recompute) for at in n.kwargs["written"]
+    }
+    inputs = enumerate(body.find_nodes(op="placeholder"))
+    return tuple(at for at, value in inputs if value in inside or aliases.is_mutated(value))
+
+
+def graphs_in(gm: GraphModule) -> list[GraphModule]:
+    """Return a graph and those inside it."""
+    return [part for part in gm.modules() if isinstance(part, GraphModule)]
 
 
 def backend(
@@ -204,7 +219,7 @@ def split(options: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, 
 
 
 def rewrite(
-    gm: GraphModule, example_inputs: list[Any], policy: Policy, notes: tuple[str, ...] = (), *,
+    gm: GraphModule, example_inputs: list[Any], policy: Policy, *,
     runs_on: str | None = None, in_region: bool = False,
     replayed: Callable[[Graph], tuple[Plan | None, bool]] | None = None,
     timer: Timer | None = None, penalties: Penalties | None = None,
@@ -218,7 +233,7 @@ def rewrite(
     """
     places = gm.graph.find_nodes(op="placeholder")  # torch may put the switch of a region before them
     named = [(parameter_path(n), v) for n, v in zip(places, example_inputs, strict=False)]
-    notes = (*notes, *refuse_low_parameters(named, is_training(), is_gathered), *opaque_parameters(named))
+    notes = (*refuse_low_parameters(named, is_training(), is_gathered), *opaque_parameters(named))
     device = policy.device or first_device(sorted(example_inputs, key=lambda v: not isinstance(v, nn.Parameter)))
     for node, value in zip(places, example_inputs, strict=False):
         if is_attribute(node):

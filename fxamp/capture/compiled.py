@@ -117,6 +117,7 @@ def copied(gm: GraphModule, kind: type[GraphModule] = GraphModule) -> GraphModul
     graph.output(graph.graph_copy(gm.graph, {}))
     graph.set_codegen(copy.copy(codegen_of(gm.graph)))
     made = kind(gm, graph, type(gm).__name__)
+    made.meta = dict(gm.meta)
     for node in made.graph.find_nodes(op="get_attr"):
         body = attribute_of(made, str(node.target))
         if isinstance(body, GraphModule):

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from passes.graph.values import no_autocast
 from passes.ops import ops
 
-from ..capture.backend import inner_of
+from ..capture.backend import recompute_as_written
 from ..view.copies import Lifted, lift, with_copies
 from ..view.function import Entry
 from ..view.runner import Runner
@@ -94,11 +94,13 @@ class CompiledStep:
         if not self._inlined:
             plain: Callable[..., Any] = backend(gm, inputs)
             return plain
-        inner, _ = inner_of(self.settings.backend, gm)
-        convert_views(gm, inputs, self._inlined, self._entries, eager=inner == "eager")
+        eager = self.settings.backend == "eager"
+        if eager:
+            recompute_as_written(gm)
+        convert_views(gm, inputs, self._inlined, self._entries, eager=eager)
         lifted, examples = list[Lifted](), list(inputs)
         if self._weights.is_open:
-            gm, examples, lifted = lift(gm, inputs, sums_inside=inner != "eager")
+            gm, examples, lifted = lift(gm, inputs, sums_inside=not eager)
         else:
             recompute_weight_casts(gm, inputs)
         with no_autocast():

@@ -40,7 +40,7 @@ from passes._torch import (
     source_name,
 )
 
-from ..capture.backend import inner_of, rewrite, run_by
+from ..capture.backend import recompute_as_written, rewrite, run_by
 from ..capture.call import Call, current, regions_entered
 from ..capture.compiled import Converted, break_of, copied, elsewhere
 from ..capture.emitted import Kept, at_call
@@ -158,12 +158,14 @@ class Function:
             if trace := node.meta.get("stack_trace"):
                 node.meta["stack_trace"] = _OURS.sub("", trace)
         in_region = call is not None and self._enter_region(gm, runner, regions_entered() - call.regions)
+        inner = "eager" if self.kind == "transform" else runner.backend
         captured = copied(gm)
-        inner, notes = inner_of("eager" if self.kind == "transform" else runner.backend, gm)
+        for each in (captured, gm) if inner == "eager" else (captured,):
+            recompute_as_written(each)
         plan = runner.replayed
         replaying = None if plan is None else Replaying(plan, runner.entries, state, break_of(gm))
         converted, outputs = rewrite(
-            gm, example_inputs, runner.policy, notes, runs_on=runner.device, in_region=in_region, timer=runner.timer,
+            gm, example_inputs, runner.policy, runs_on=runner.device, in_region=in_region, timer=runner.timer,
             penalties=runner.penalties, replayed=replaying,
         )  # fmt: skip
         if replaying is not None:

@@ -52,10 +52,15 @@ class InsertCasts:
 
 
 def _cast_operands(graph: Graph, node: Node, colouring: Colouring, assignment: Assignment) -> int:
-    """Before: add(x, y). After: add(to(x, float32), y), where x was assigned a cast."""
+    """Before: add(x, y). After: add(to(x, float32), y), where x was assigned a cast.
+
+    A value that two arguments read is cast for the last one first, as autocast's C++ does where GCC has compiled it:
+    autograd sums the gradients of the casts in the order that they were made in.
+    """
     if not colouring.operand_dtypes:
         return 0
     edits = 0
+    made: dict[Node, tuple[str, Node]] = {}
 
     def cast(operand: ops.Operand) -> Node:
         nonlocal edits
@@ -64,6 +69,10 @@ def _cast_operands(graph: Graph, node: Node, colouring: Colouring, assignment: A
             return operand.node
         edits += 1
         inserted = make_cast(graph, operand.node, wanted, node, assignment)
+        argument, first = made.setdefault(operand.node, (operand.name, inserted))
+        if argument != operand.name:
+            first.prepend(inserted)
+            made[operand.node] = operand.name, inserted
         if operand.node.op == "get_attr" and inserted.target is CAST and _folds_by_grad(node):
             inserted.target = cast_weight
         return inserted

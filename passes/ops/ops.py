@@ -23,8 +23,7 @@ from torch.fx.node import map_aggregate
 
 from .. import _torch
 from .._torch import HigherOrderOperator, OpOverload, OpOverloadPacket, boolean_dispatched, own_schema, qualified_name
-from ..runtime import casts, rnn
-from ..runtime.regions import under_autocast
+from ..runtime import casts, regions, rnn
 
 # The tables: canonical name -> its other spellings in one dialect.
 
@@ -84,6 +83,7 @@ _FUNCTIONS: dict[Any, str] = {
     F.cross_entropy: "cross_entropy_loss", F.grid_sample: "grid_sampler", F.affine_grid: "affine_grid_generator",
     F.unfold: "im2col", F.fold: "col2im", F.threshold: "threshold", casts.again: "to", rnn.lstm: "lstm", rnn.rnn: "rnn",
     abs: "abs", pow: "pow", round: "round", getattr: "getattr", _torch.DATA_OF: "detach",
+    regions.recompute: "higher_order::tag_activation_checkpoint",
 }  # fmt: skip
 
 # Arguments that turn a Python function into another op.
@@ -143,7 +143,7 @@ def name(node: Node) -> str:
         return _of_method(str(node.target))
     if node.op != "call_function":
         return ""
-    if node.target is under_autocast:
+    if node.target is regions.under_autocast:
         return str(of_target(node.args[0]))  # type: ignore[arg-type]  # an operator, which hashes
     if node.target is getattr:
         return ATTRIBUTES.get(str(node.args[1]), "getattr")

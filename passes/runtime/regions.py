@@ -9,7 +9,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.fx import GraphModule
+from torch.utils.checkpoint import checkpoint
 
+from .._torch import contexts_of_checkpoint
 from ..contract.devices import DEVICES
 
 
@@ -21,6 +24,25 @@ def under_autocast(op: Callable[..., Any], device: str, dtype: torch.dtype, *arg
     """
     with torch.autocast(device, dtype):
         return op(*args, **kwargs)
+
+
+def recompute(body: GraphModule, *args: Any, written: tuple[int, ...] = (), **kwargs: Any) -> Any:
+    """Call the body of a checkpoint as the author's code calls it: once more in backward, on the same random numbers.
+
+    Torch's own op leaves the random numbers to a compiler, and takes others where none compiles it. The operands that
+    the body writes, such as statistics of a batch norm, are buffers of modules in the author's code, which a checkpoint
+    does not save.
+    """
+    if (contexts := contexts_of_checkpoint(body)) is not None:
+        kwargs["context_fn"] = contexts
+    held = {at: args[at] for at in written}
+
+    def run(*saved: Any) -> Any:
+        rest = iter(saved)
+        return body.forward(*(held[at] if at in held else next(rest) for at in range(len(args))))
+
+    saved = (a for at, a in enumerate(args) if at not in held)
+    return checkpoint(run, *saved, **{**kwargs, "use_reentrant": False})
 
 
 def grad_mode() -> bool:

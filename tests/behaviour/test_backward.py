@@ -151,6 +151,30 @@ def test_a_copy_that_its_author_returns_may_be_written_before_backward(share: st
     assert all(map(torch.equal, gradients[:2], gradients[2:]))
 
 
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda h: torch.cdist(h, h) @ h,
+        lambda h: F.triplet_margin_loss(h, h, h * 2, margin=3.0) * h,
+        lambda h: F.margin_ranking_loss(h, h, torch.ones(6, 32), margin=0.1) * h,
+        lambda h: F.poisson_nll_loss(h, h) * h,
+        lambda h: F.binary_cross_entropy_with_logits(h, h) * h,
+        lambda h: F.kl_div(h, h.abs().log(), reduction="sum", log_target=True) * h,
+        lambda h: torch.stack([h, h.sin(), h, h.float()])[0] * h,
+        lambda h: torch.addcmul(h.float(), h, h) * h,
+    ],
+    ids=["cdist", "triplet", "ranking", "poisson", "cross entropy", "divergence", "stack", "addcmul"],
+)
+def test_a_value_that_one_op_reads_twice_has_autocasts_gradient(read: Any) -> None:
+    torch.manual_seed(0)
+    model, x = Two(lambda self, x: read(self.wide(x))), {"x": torch.randn(6, 16)}
+    model.wide = nn.Linear(16, 32)
+    expected = passed(UnderAutocast(model, BF16), model, x)
+    module = compiled(model)
+    assert all(map(torch.equal, expected, passed(module, model, x)))
+    assert not fxamp.plan_of(module).deviations
+
+
 def test_a_compiler_gets_plain_casts_of_them() -> None:
     found: list[Any] = []
 

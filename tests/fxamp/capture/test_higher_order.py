@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fxamp
 from tests.support.front_ends import FRESH, compiled, equal
@@ -42,6 +43,75 @@ def test_a_checkpointed_block_is_rewritten_inside() -> None:
     assert "higher_order::tag_activation_checkpoint" in {d.op for d in plan.decisions}
     inside = {(d.op, d.colour) for d in plan.decisions if d.graph == 1}
     assert inside == {("linear", "bfloat16"), ("gelu", "bfloat16"), ("add", "bfloat16")}
+
+
+class Recomputing(nn.Module):
+    """Two blocks with dropout, and one of them with a batch norm, in checkpoints; inside another one if `nested`."""
+
+    def __init__(self, nested: bool = False, **settings: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.nested, self.settings = nested, {"use_reentrant": False, **settings}
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
+        self.normed = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 16))
+        self.plain = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.3), nn.GELU())
+
+    def forward(self, x: Tensor) -> Any:
+        def block(h: Tensor) -> Any:
+            return self.again(self.normed, h) + h if self.nested else self.normed(h)
+
+        h = F.dropout(self.again(block, self.first(x)), 0.2, self.training)
+        return self.last(self.again(self.plain, h))
+
+    def again(self, block: Any, h: Tensor) -> Any:
+        return checkpoint(block, h, **self.settings)
+
+
+def _saves_products(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    product = op is torch.ops.aten.addmm.default
+    return CheckpointPolicy.MUST_SAVE if product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize("policy", ["O0", "O1,dtype=bf16"])
+@pytest.mark.parametrize("checked", [False, True])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {}, {"nested": True}, {"use_reentrant": True}, {"preserve_rng_state": False}, {"early_stop": False},
+        {"context_fn": partial(create_selective_checkpoint_contexts, _saves_products)},
+    ],
+    ids=lambda given: "".join(given) or "plain",
+)  # fmt: skip
+def test_a_checkpoint_recomputes_as_the_authors_code_does(settings: Any, checked: bool, policy: str) -> None:
+    def step(call: Any, model: nn.Module, low: bool) -> list[Tensor]:
+        torch.manual_seed(5)
+        with torch.autocast("cpu", BF16, enabled=low):
+            out = call(x)
+        out.float().square().sum().backward()
+        tensors = [p.grad for p in model.parameters()] + list(model.buffers())
+        return [out.detach().float(), *(t.clone() for t in tensors if t is not None), torch.get_rng_state()]
+
+    x = torch.randn(8, 16)
+    model, own = Recomputing(**settings), Recomputing(**settings)
+    view = fxamp.convert(model, *(((x,),) if checked else ()), policy=policy)
+    expected, got = step(own, own, low=policy != "O0"), step(view, model, low=False)
+    assert [torch.equal(a, b) for a, b in zip(expected, got, strict=True)] == [True] * len(got)
+    assert not fxamp.plan_of(view).notes
+    assert len(fxamp.plan_of(view).decisions) >= 7
+
+
+def test_a_penalty_on_gradients_goes_through_a_checkpoint() -> None:
+    def penalty(call: Any) -> Tensor:
+        x = torch.linspace(-1, 1, 32).view(2, 16).requires_grad_()
+        (slope,) = torch.autograd.grad(call(x).square().sum(), x, create_graph=True)
+        slope.norm().backward()
+        found = model.first.weight.grad
+        model.zero_grad()
+        assert found is not None
+        return found
+
+    model = Recomputing().eval()
+    assert torch.equal(penalty(fxamp.convert(model, policy="O0")), penalty(model))
 
 
 @pytest.mark.parametrize("given", [torch.float16, BF16])

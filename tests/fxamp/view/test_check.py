@@ -212,7 +212,11 @@ def test_without_gradients_outputs_alone_are_compared() -> None:
     with torch.no_grad():
         fxamp.convert(Two(), (example(),), policy="O0")
     fxamp.convert(Two().requires_grad_(False), (example(),), policy="O0")
-    fxamp.convert(nn.Sequential(nn.Embedding(5, 6, sparse=True)), (torch.tensor([0, 3, 3]),), policy="O0")
+
+
+def test_a_sparse_gradient_is_compared_too() -> None:
+    model = nn.Sequential(nn.Embedding(5, 6, sparse=True), nn.Linear(6, 2))
+    assert not fxamp.plan_of(fxamp.convert(model, (torch.tensor([0, 3, 3]),), policy="O0")).notes
 
 
 def test_gradients_buffers_attributes_and_renormalised_rows_are_as_before() -> None:

@@ -444,14 +444,6 @@ def test_a_graph_counts_once_however_often_it_is_compiled() -> None:
     assert [d.op for d in fxamp.plan_of(module).decisions] == ["linear", "relu", "linear"]
 
 
-def test_that_checkpointing_has_another_inner_backend_is_said() -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    module = compiled(Two(lambda self, x: checkpoint(self.l, self.m(x), use_reentrant=False)))
-    module(example())
-    assert any("by 'aot_eager': 'eager' would" in note for note in fxamp.plan_of(module).notes)
-
-
 class Selecting(nn.Module):
     """Selects low rows by a mask, which breaks the graph, and sums them."""
 

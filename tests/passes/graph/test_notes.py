@@ -27,6 +27,7 @@ TORCHS = {
     "example_value",
     "grapharg",
     "tensor_meta",
+    "_checkpoint_context_fn",
     "recompute",
     "ac_graph_id",
     "from_node",
