@@ -21,7 +21,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 from passes.graph.values import no_autocast
 from passes.ops import ops
 
-from ..capture.backend import recompute_as_written
 from ..view.copies import Lifted, lift, with_copies
 from ..view.function import Entry
 from ..view.runner import Runner
@@ -95,8 +94,6 @@ class CompiledStep:
             plain: Callable[..., Any] = backend(gm, inputs)
             return plain
         eager = self.settings.backend == "eager"
-        if eager:
-            recompute_as_written(gm)
         convert_views(gm, inputs, self._inlined, self._entries, eager=eager)
         lifted, examples = list[Lifted](), list(inputs)
         if self._weights.is_open:

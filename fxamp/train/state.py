@@ -176,7 +176,7 @@ class TrainState:
         }
 
     def _compare_ranks(self) -> None:
-        """Refuse, on all ranks, settings that they cannot share or that differ. Only the first call checks."""
+        """Refuse, on all ranks, settings that they cannot share or that differ: at a first call, and after a change."""
         if "ranks" in self.said:
             return
         ranks = self.ranks

@@ -314,6 +314,7 @@ class TrainStep(TrainState):
             self.compiled = CompiledStep(self.compiled.settings, self.model, self.weights)
         self.switched_plan = policy_or_plan if isinstance(policy_or_plan, Plan) else None
         self.switches = (*self.switches, (self.windows, str(policy)))
+        self.said.discard("ranks")
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a run needs to continue bit for bit, as plain values and tensors.
@@ -386,11 +387,10 @@ class TrainStep(TrainState):
             yield
         except BaseException:
             if self.position:
-                self.say(
-                    "abandoned",
-                    f"an error left a window after {self.position} of {self.accumulate_steps} micro-batches, whose "
-                    "gradients are gone: the next call begins a new window",
-                )
+                left = f"an error left a window after {self.position} of {self.accumulate_steps} micro-batches"
+                self.say("abandoned", f"{left}, whose gradients are gone: the next call begins a new window")
+            if self.accumulate_steps > 1:  # this rank is at another micro-batch than those that saw no error
+                self.said.discard("ranks")
             self.close_window()
             raise
 

@@ -20,7 +20,7 @@ from passes._torch import enter_autocast, exit_autocast
 from passes.graph.values import LOW_DTYPES, dtypes_of, no_autocast
 from passes.ops.ops import NOTE
 
-from ..capture.backend import leave_sharing_to_the_compiler, rewrite
+from ..capture.backend import leave_sharing_to_the_compiler, recompute_as_written, rewrite
 from ..capture.call import Call, begin
 from ..capture.compiled import Converted, copied
 from ..capture.outputs import leaving
@@ -56,6 +56,8 @@ def convert_views(
     `made` are the graphs that views have from earlier calls, to which new ones are added. In a graph that runs as it
     is, `eager`, casts may share a storage.
     """
+    if eager:
+        recompute_as_written(gm)
     places = [n for n in gm.graph.nodes if n.op == "placeholder"]
     given = dict(zip(places, inputs, strict=False))
     entered = _marked(gm.graph)

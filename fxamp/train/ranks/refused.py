@@ -146,8 +146,9 @@ def _wait_for(store: Any, rank: int, place: str, step: str, ranks: list[int], un
             _refuse_others({dist.get_rank(): [ranks], rank: theirs})
         if time.monotonic() > until:
             raise PolicyError(
-                f"rank {dist.get_rank()} waited for rank {rank}, one of {ranks}, at its first step, and that rank did "
-                f"not arrive within {store.timeout}: it takes no steps, or failed before its first step."
+                f"rank {dist.get_rank()} waited for rank {rank}, one of {ranks}, and that rank did not arrive within "
+                f"{store.timeout}. Ranks compare their settings at a first step, after `load` and `switch`, and after "
+                "an error in a window of several micro-batches, which all have to do together."
             )
         time.sleep(_POLL)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 import time
 from typing import Any
 
@@ -141,5 +142,46 @@ def wait_for_the_other() -> str:
 def test_a_rank_that_waits_for_one_that_takes_no_step(two: Workers) -> None:
     first, _ = two(wait_for_the_other)
     two.end()
-    waited = "rank 0 waited for rank 1, one of [0, 1], at its first step, and that rank did not arrive within 0:00:01"
-    assert waited in first
+    assert "rank 0 waited for rank 1, one of [0, 1], and that rank did not arrive within 0:00:01" in first
+
+
+def fail_in_a_window(ranks: list[int]) -> str:
+    """Have ranks give a micro-batch that raises, and go on; return what the next call of a step says."""
+    store_of_ranks().set_timeout(datetime.timedelta(seconds=1))
+    step = step_of(DistributedDataParallel(converted(BF16)), accumulate_steps=3)
+    step(X[0])
+    if dist.get_rank() in ranks:
+        with pytest.raises(RuntimeError, match="shape"):
+            step(X[1][:, :1])
+    elif len(ranks) == 1:  # a third micro-batch would wait for the other rank
+        return step(X[1]).reason
+    return _said(step)
+
+
+def switch_alone() -> str:
+    store_of_ranks().set_timeout(datetime.timedelta(seconds=1))
+    step = step_of(DistributedDataParallel(converted(BF16)))
+    step(X[0])
+    if dist.get_rank() == 0:
+        return ""
+    step.switch("O2,dtype=bf16")
+    return _said(step)
+
+
+def _said(step: fxamp.TrainStep) -> str:
+    try:
+        return step(X[2]).reason
+    except fxamp.PolicyError as error:
+        return str(error)
+
+
+def test_a_rank_alone_in_an_error_within_a_window_or_in_another_policy(two: Workers) -> None:
+    waited = "rank 1 waited for rank 0, .* after `load` and `switch`, and after an error in a window"
+    first, last = two(fail_in_a_window, [1])
+    two.end()  # they have taken different numbers of micro-batches
+    assert first == "accumulating"
+    assert re.search(waited, last)
+    assert two(fail_in_a_window, [0, 1]) == ["accumulating", "accumulating"]
+    first, last = two(switch_alone)
+    two.end()
+    assert re.search(waited, last)
