@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.fx import Graph, GraphModule, Node, map_arg
 
 from passes._torch import enter_autocast, exit_autocast, source_name
@@ -40,18 +41,28 @@ _ARGUMENT = re.compile(r"L\['args'\]\[(\d+)\]|L\['kwargs'\]\['(\w+)'\]")
 
 
 def entries_of(runner: Runner) -> list[Entry]:
-    """Return the graphs of a view, each once, in an order that does not depend on which was captured first."""
+    """Return the graphs of a view, each once, in an order that does not depend on which was captured first.
+
+    Those that read what the model has no more, as after a layer was merged or replaced, are left out if others do not.
+    """
     places = {path: i for i, (path, _) in enumerate(runner.model.named_modules())}
 
     def order(entry: Entry) -> tuple[Any, ...]:
         first = next((d.module_path for d in entry.converted.plan.decisions), "")
         return entry.state.order, places.get(first, -1), entry.converted.broke, str(entry.converted.signature)
 
+    held = _attributes(runner.model)
+    live = [entry for entry in runner.entries if all(name in held for name in entry.names.values())]
     found: dict[Any, Entry] = {}
-    for entry in sorted(runner.entries, key=order):
+    for entry in sorted(live or runner.entries, key=order):
         key = (entry.state, str(entry.converted.signature))
         found.setdefault(key, entry)
     return list(found.values())
+
+
+def _attributes(model: nn.Module) -> dict[str, Any]:
+    """Return parameters and buffers of a model by all their names."""
+    return dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
 
 
 class Placed(NamedTuple):
@@ -195,9 +206,7 @@ class _Binding:
         self.runner, self.entry, self.source = runner, entry, source
         self.graph, self.env = Graph(tracer_cls=RuntimeTracer), dict[Node, Any]()
         model = runner.model
-        self.attributes: dict[str, Any] = {
-            **dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))
-        }  # fmt: skip
+        self.attributes = _attributes(model)
         self.sizes: dict[str, tuple[Node, int]] = {}
         self.taken: set[str] = set()
         call = getattr(type(model), entry.state.method or "forward")

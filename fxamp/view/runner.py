@@ -390,7 +390,8 @@ class Runner:
                 return
         if cause == _DISABLED:
             function.stale = lambda: not dynamo_is_disabled()
-        text = f"{type(self.model).__name__}: a call did not run its plan, but under autocast: {cause}"
+        instead = "under autocast" if self.policy.level.rounds else "the model's own code"
+        text = f"{type(self.model).__name__}: a call did not run its plan, but {instead}: {cause}"
         if (watch := watching()) is not None:
             watch.missed.append((self.model, cause))
         if self.on_change == "error" and not empty:

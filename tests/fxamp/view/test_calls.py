@@ -489,7 +489,7 @@ def test_another_forward_of_the_models_class_is_followed() -> None:
         assert torch.equal(view(x), model(x).float())
 
 
-def test_a_graph_that_reads_what_is_gone_is_named() -> None:
+def test_a_graph_that_reads_what_is_gone_is_named_until_another_is_captured() -> None:
     class Masked(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -499,10 +499,17 @@ def test_a_graph_that_reads_what_is_gone_is_named() -> None:
         def forward(self, x: Tensor) -> Any:
             return self.l(x) * self.mask if hasattr(self, "mask") else self.l(x)
 
-    view = fxamp.convert(Masked(), (torch.randn(2, 4),), policy="O1,dtype=bf16")
+    x = torch.randn(2, 4)
+    view = fxamp.convert(Masked(), (x,), policy="O1,dtype=bf16")
     del view.mask
     with pytest.raises(fxamp.CaptureError, match="graph 0 reads 'mask', which Masked has no more"):
         fxamp.graphs(view)
+    expected = view(x)
+    [graph] = fxamp.graphs(view)
+    assert torch.equal(graph(x)[0], expected)
+    assert [d.op for d in fxamp.plan_of(view).decisions] == ["linear"]
+    assert "linear" in str(fxamp.diff(view))
+    assert len(fxamp.report(view).plan.decisions) == 1
 
 
 class Across(nn.Module):
