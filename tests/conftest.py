@@ -37,6 +37,9 @@ ROOT = Path(__file__).parents[1]
 SETTING = re.compile(
     r"view|graph|ahead|first call|bf16|fp16|torch\.bfloat16|torch\.float16|O[1-3](,(dtype|device)=\w+)*"
 )
+SLOW = re.compile(
+    r"/(ranks|integrations|choice)/|/(test_ranks|test_ecosystem|test_browser|test_tune|test_gpu|test_reports|test_trial)\.py"
+)
 OF_ZOO = re.compile(rf"/report/(page/|test_graphs|test_record)|::.*[\[-]({'|'.join(BY_NAME)})[\]-]")
 
 
@@ -94,7 +97,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Try a behaviour by one front end, at one level and in one low dtype, which take turns; the rest is the matrix.
 
     Which of them it is depends on the test alone, so that it is the same whatever else is run. A test that is about the
-    differences between them calls the argument `way`.
+    differences between them calls the argument `way`. Of the rest, what starts ranks, a browser, trainers of other
+    libraries, searches or the scripts of reports/ is slow.
     """
     # No process may begin with a long file when the other has no more.
     items.sort(key=lambda item: not item.nodeid.startswith("tests/reports/"))
@@ -110,6 +114,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             turn = zlib.crc32(f"{function} {at}".encode()) % len(ways)
             for item in ways[:turn] + ways[turn + 1 :]:
                 item.add_marker("matrix")
+    for item in items:
+        if SLOW.search(item.nodeid) and not any(map(item.get_closest_marker, ("matrix", "trial"))):
+            item.add_marker("slow")
 
 
 def _is_setting(argument: str, value: object) -> bool:
