@@ -38,10 +38,9 @@ def recompute(body: GraphModule, *args: Any, written: tuple[int, ...] = (), **kw
     held = {at: args[at] for at in written}
 
     def run(*saved: Any) -> Any:
-        rest = iter(saved)
-        return body.forward(*(held[at] if at in held else next(rest) for at in range(len(args))))
+        return body.forward(*(held.get(at, value) for at, value in enumerate(saved)))
 
-    saved = (a for at, a in enumerate(args) if at not in held)
+    saved = (None if at in held else value for at, value in enumerate(args))
     return checkpoint(run, *saved, **{**kwargs, "use_reentrant": False})
 
 
