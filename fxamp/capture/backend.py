@@ -124,11 +124,12 @@ def leave_sharing_to_the_compiler(gm: GraphModule) -> None:
 def recompute_as_written(gm: GraphModule) -> None:
     """Have a graph recompute as the author's code does, in place; torch's own op leaves that to a compiler."""
     for part in reversed(graphs_in(gm)):  # those inside first
-        for node in part.graph.nodes:
-            if row_of(node).recomputed:
-                body = attribute_of(part, str(node.args[0].target)).graph
-                node.target, node.kwargs = recompute, {**node.kwargs, "written": _written_inputs(body)}
-        part.recompile()
+        recomputed = [n for n in part.graph.nodes if row_of(n).recomputed]
+        for node in recomputed:
+            body = attribute_of(part, str(node.args[0].target)).graph
+            node.target, node.kwargs = recompute, {**node.kwargs, "written": _written_inputs(body)}
+        if recomputed:
+            part.recompile()
 
 
 def _written_inputs(body: Graph) -> tuple[int, ...]:
