@@ -25,7 +25,6 @@ from passes.contract.costs import Penalties, Timer
 from passes.contract.errors import PolicyError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy, check_used, nearest, type_names
-from passes.graph.aliases import Aliases
 from passes.graph.notes import note, note_buffer, note_of
 from passes.graph.values import no_autocast, retyped
 from passes.ops.rules import row_of
@@ -34,7 +33,7 @@ from passes.runtime.regions import recompute
 
 from ..trust.watch import node_by_node
 from . import compiled, recompile_limit
-from .capture_jit import ambient_dtype, attribute_of, describe, is_attribute, parameter_path
+from .capture_jit import ambient_dtype, attribute_of, describe, is_attribute, is_held, parameter_path
 from .emitted import at_call
 from .inputs import first_device
 from .outputs import low_of_its_own, note_leaving
@@ -123,23 +122,16 @@ def leave_sharing_to_the_compiler(gm: GraphModule) -> None:
 
 def recompute_as_written(gm: GraphModule) -> None:
     """Have a graph recompute as the author's code does, in place; torch's own op leaves that to a compiler."""
-    for part in reversed(graphs_in(gm)):  # those inside first
+    held = {n for n in gm.graph.find_nodes(op="placeholder") if is_held(n)}
+    for part in graphs_in(gm):  # a graph before those inside it
         recomputed = [n for n in part.graph.nodes if row_of(n).recomputed]
         for node in recomputed:
-            body = attribute_of(part, str(node.args[0].target)).graph
-            node.target, node.kwargs = recompute, {**node.kwargs, "written": _written_inputs(body)}
+            inputs = attribute_of(part, str(node.args[0].target)).graph.find_nodes(op="placeholder")
+            places = tuple(at for at, value in enumerate(node.args[1:]) if value in held)
+            held.update(inputs[at] for at in places)
+            node.target, node.kwargs = recompute, {**node.kwargs, "held": places}
         if recomputed:
             part.recompile()
-
-
-def _written_inputs(body: Graph) -> tuple[int, ...]:
-    """Return which inputs of a body it writes, itself or in a checkpoint inside it."""
-    aliases = Aliases(body)
-    inside = {
-        n.args[at + 1] for n in body.find_nodes(op="call_function", target=recompute) for at in n.kwargs["written"]
-    }
-    inputs = enumerate(body.find_nodes(op="placeholder"))
-    return tuple(at for at, value in inputs if value in inside or aliases.is_mutated(value))
 
 
 def graphs_in(gm: GraphModule) -> list[GraphModule]:

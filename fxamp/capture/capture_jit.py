@@ -350,6 +350,12 @@ def is_attribute(placeholder: Node) -> bool:
     return "._buffers[" in source_name(placeholder)
 
 
+def is_held(placeholder: Node) -> bool:
+    """Say whether Dynamo took an input of a graph from a module, or from a global, and not from the call."""
+    name = source_name(placeholder)
+    return "._parameters[" in name or is_attribute(placeholder) or name.startswith("G[")
+
+
 def parameter_path(placeholder: Node) -> str:
     """Return the path of a parameter in the module whose forward Dynamo captured, "" if it is unknown."""
     name = source_name(placeholder)

@@ -294,7 +294,7 @@ def _difference(expected: _Run, got: _Run) -> str:
     for name, buffer in expected.buffers.items():
         if name not in got.buffers or not same(buffer, got.buffers[name]):
             return f"buffer '{name}' has other values afterwards"
-    if (expected.gradients is None) != (not got.gradients):
+    if bool(expected.gradients) != bool(got.gradients):
         return "only one of them has gradients"
     return _gradient_difference(expected.gradients or {}, got.gradients or {})
 

@@ -91,7 +91,7 @@ def bodies_of(graph: Graph, attribute: Callable[[str], Any]) -> dict[Node, list[
         leaves = pytree.tree_leaves((node.args, node.kwargs)) if row.bodies else []
         read = [a for a in leaves if isinstance(a, Node) and a.op == "get_attr"]
         modules = {a: m for a in read if isinstance(m := attribute(str(a.target)), GraphModule)}
-        if not modules:
+        if not modules or note_of(node).under_autocast:
             continue
         first = row.operands_at if _is_entered(node, row, modules) else None
         if not any(_writes_or_returns_input(m.graph) for m in modules.values()):

@@ -26,21 +26,21 @@ def under_autocast(op: Callable[..., Any], device: str, dtype: torch.dtype, *arg
         return op(*args, **kwargs)
 
 
-def recompute(body: GraphModule, *args: Any, written: tuple[int, ...] = (), **kwargs: Any) -> Any:
+def recompute(body: GraphModule, *args: Any, held: tuple[int, ...] = (), **kwargs: Any) -> Any:
     """Call the body of a checkpoint as the author's code calls it: once more in backward, on the same random numbers.
 
-    Torch's own op leaves the random numbers to a compiler, and takes others where none compiles it. The operands that
-    the body writes, such as statistics of a batch norm, are buffers of modules in the author's code, which a checkpoint
-    does not save.
+    Torch's own op leaves the random numbers to a compiler, and takes others where none compiles it. The operands at the
+    places `held` are parameters and buffers, which the author's code reads from modules: a checkpoint does not save
+    these, and they may be written, as statistics of a batch norm are.
     """
     if (contexts := contexts_of_checkpoint(body)) is not None:
         kwargs["context_fn"] = contexts
-    held = {at: args[at] for at in written}
 
     def run(*saved: Any) -> Any:
-        return body.forward(*(held.get(at, value) for at, value in enumerate(saved)))
+        return body.forward(*(read.get(at, value) for at, value in enumerate(saved)))
 
-    saved = (None if at in held else value for at, value in enumerate(args))
+    read = {at: args[at] for at in held}
+    saved = (None if at in read else value for at, value in enumerate(args))
     return checkpoint(run, *saved, **{**kwargs, "use_reentrant": False})
 
 

@@ -23,6 +23,7 @@ from torch.fx import GraphModule, Interpreter, Node, map_arg
 
 from passes._torch import pytree, safe_softmax
 from passes.graph.aliases import Aliases
+from passes.graph.bodies import Body
 from passes.graph.notes import is_inserted, is_ours
 from passes.graph.values import LOW_DTYPES, keys, module_path, no_autocast, source
 from passes.ops import ops
@@ -100,6 +101,7 @@ class GraphSites:
         self._names = names
         author = keys(n for n in graph.graph.nodes if not is_ours(n))
         self._aliases = Aliases(graph.graph)
+        self.bodies = Body(graph, None).bodies()
         self.keys = {n: author.get(n) or _reader(n, author) for n in graph.graph.nodes if n.op.startswith("call")}
         self.low = {n: _is_low(n.meta.get("val")) for n in graph.graph.nodes}
         self._moves = {n: self._only_moves(n) for n in self.keys}
@@ -210,8 +212,7 @@ class Emulation(Interpreter):
         reader, made = self._sites.keys[n], dict[int, Tensor]()
         if self._sites.is_written(n):
             return args, kwargs
-        updated = row_of(n).writes[3:]  # statistics, which have no gradient
-        kept = {o.node for o in ops.operands(n) if o.name in updated}
+        kept = _statistics(n, self._sites.bodies)
         for o in n.all_input_nodes:
             if o in kept:
                 continue
@@ -265,6 +266,17 @@ class Emulation(Interpreter):
 
     def _value(self, argument: Any) -> Any:
         return raised(self.env[argument] if isinstance(argument, Node) else argument)
+
+
+def _statistics(node: Node, bodies: Mapping[Node, list[Body]]) -> set[Node]:
+    """Return the operands in which an op keeps statistics, itself or in a body: they have no gradient."""
+    updated = row_of(node).writes[3:]
+    found = {o.node for o in ops.operands(node) if o.name in updated}
+    for body in (b for b in bodies.get(node, ()) if b.first is not None):
+        within = body.bodies()
+        inside = {o for n in body.graph.nodes if n.op.startswith("call") for o in _statistics(n, within)}
+        found |= {operand for place, operand in body.operands(node).items() if place in inside}
+    return found
 
 
 def _constant(value: Any) -> Any:

@@ -100,6 +100,59 @@ def test_a_checkpoint_recomputes_as_the_authors_code_does(settings: Any, checked
     assert len(fxamp.plan_of(view).decisions) >= 7
 
 
+class Written(nn.Module):
+    """Writes what its checkpoint reads: a buffer after it, or inside it the value that it is given."""
+
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.mean: Tensor
+        self.first, self.l, self.inside = nn.Linear(6, 6), nn.Linear(6, 6), inside
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Any:
+        def block(h: Tensor) -> Tensor:
+            return self.l(h.mul_(2) if self.inside else h - self.mean).sin()
+
+        h = checkpoint(block, self.first(x), use_reentrant=False)
+        if not self.inside:
+            with torch.no_grad():
+                self.mean.lerp_(h.mean(0).float(), 0.1)
+        return h
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_what_a_checkpoint_reads_from_a_module_is_read_again_as_it_is_then(weights: bool) -> None:
+    def gradient(call: Any, model: Any, low: bool) -> Any:
+        with torch.autocast("cpu", BF16, enabled=low):
+            out = call(example())
+        if weights:
+            with torch.no_grad():
+                model.l.weight.mul_(1.01)
+        out.float().sum().backward()
+        return model.l.bias.grad
+
+    own, model = Written(inside=False), Written(inside=False)
+    assert torch.equal(
+        gradient(own, own, low=True), gradient(fxamp.convert(model, policy="O1,dtype=bf16"), model, False)
+    )
+
+
+@pytest.mark.parametrize("policy", ["O0", "O1,dtype=bf16"])
+def test_what_a_checkpoint_is_given_may_not_be_written_before_backward(policy: str) -> None:
+    out = fxamp.convert(Written(inside=True), policy=policy)(example())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.float().sum().backward()
+
+
+def test_a_checkpoint_under_vmap_is_as_under_autocast() -> None:
+    model, x = Recomputing().eval().requires_grad_(False), torch.randn(8, 16)
+    view = fxamp.convert(model, policy="O1,dtype=bf16,output_dtype=autocast")
+    with torch.autocast("cpu", BF16):
+        expected = torch.vmap(lambda row: model(row[None])[0])(x)
+    assert torch.equal(torch.vmap(lambda row: view(row[None])[0])(x), expected)
+
+
 def test_a_penalty_on_gradients_goes_through_a_checkpoint() -> None:
     def penalty(call: Any) -> Tensor:
         x = torch.linspace(-1, 1, 32).view(2, 16).requires_grad_()

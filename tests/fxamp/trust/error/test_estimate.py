@@ -301,9 +301,15 @@ def test_what_takes_other_paths_in_later_batches_is_predicted_too() -> None:
     assert measured.casts
 
 
-def test_statistics_of_a_batch_norm_have_no_gradient() -> None:
+class Checkpointed(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> Any:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("kind", [nn.Sequential, Checkpointed])
+def test_statistics_of_a_batch_norm_have_no_gradient(kind: Any) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4)).eval()
+    model = kind(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4)).eval()
     given: Any = {"loss": nn.functional.cross_entropy, "inputs": torch.randn(8, 8), "target": torch.arange(8) % 4}
     found = fxamp.estimate_error(model, **given, policies="O1", gradients="nodes")["O1"]
     assert any(node.key == "3/linear#0" and node.gradient for node in found.nodes)
