@@ -122,23 +122,22 @@ class _Description:
         self.of_regions: dict[Region, Inference] = {}  # what ops give in the author's own regions
         self.doubtful: set[Node] = set()  # nodes whose dtype may be the model's own or autocast's
 
-    def of(self, gm: GraphModule, *, inside: bool = False, region: Region | None = None) -> None:
-        """Describe one graph, in place.
-
-        `inside` says that it is the body of a higher-order op, which stands in an autocast region of the model's own.
-        """
-        nodes, held = list(gm.graph.nodes), dict[Node, Any]()
-        describe_regions(nodes, region)
+    def of(self, gm: GraphModule, *, call: Node | None = None) -> None:
+        """Describe one graph, in place: the whole, or the body of the call of a higher-order op."""
+        nodes, held, inside = list(gm.graph.nodes), dict[Node, Any](), call is not None
+        describe_regions(nodes, None if call is None else note_of(call).region)
         regions = {r for n in nodes if (r := note_of(n).region) is not None and r[1]}
         self.by_regions |= {*map(_low_of, regions)} & {*LOW_DTYPES}
         for node in nodes:
             _as_cast(node)
             if inside and node.op == "placeholder":
                 node.meta = dict(node.meta)  # copied, since Dynamo shares it with the outer value
+                if call is not None and _detaches(call):
+                    note(node, role=note_of(node).role or "leaf")
             _describe_origin(node, self.scope)
             body = attribute_of(gm, str(node.target)) if node.op == "get_attr" else None
             if isinstance(body, GraphModule) and not all(map(self._runs_under_autocast, node.users)):
-                self.of(body, inside=True, region=next((note_of(user).region for user in node.users), None))
+                self.of(body, call=next(iter(node.users)))
             if ops.name(node) == "to":
                 note(node, cast="literal" if _is_method(node) else "autocast" if self.ambient else "baked")
         for node in nodes:
@@ -260,6 +259,11 @@ def _is_opaque(node: Node) -> bool:
     """Say whether a value, or an operand, is jagged or wrapped by a transform of torch.func."""
     values = pytree.tree_leaves([n.meta.get("example_value") for n in (node, *node.all_input_nodes)])
     return any(isinstance(v, torch.Tensor) and (v.is_nested or is_transformed(v)) for v in values)
+
+
+def _detaches(call: Node) -> bool:
+    """Say whether a checkpoint is reentrant: its body then reads detached inputs, which are leaves of autograd."""
+    return row_of(call).recomputed and call.kwargs.get("use_reentrant") is not False
 
 
 def _is_method(node: Node) -> bool:

@@ -49,7 +49,9 @@ def frozen(converted: Any) -> Iterator[Any]:
     copies = Copies("fxamp.frozen", keeps_edits_out=True)
     other = runner.opened()
     if other is not None and other.owner == copies.owner:
-        raise CaptureError("this module is frozen already: leave the outer fxamp.frozen region first.")
+        raise CaptureError(
+            "this module is frozen already, here or by another thread: open one fxamp.frozen region round all calls."
+        )
     runner.opened.open(copies, type(runner.model).__name__)
     try:
         parameters = runner.model.named_parameters(remove_duplicate=False)

@@ -31,6 +31,7 @@ from passes.graph.aliases import Aliases
 from passes.graph.values import LOW_DTYPES
 from passes.ops import ops
 
+from ..capture.backend import recompute_as_written
 from ..capture.call import Call, begin
 from ..capture.inputs import Inputs
 from ..trust.preserved import fresh, same_attributes, same_random_state
@@ -226,8 +227,12 @@ def _called(runner: Runner, twin: nn.Module, args: Any, kwargs: Any, compiled: b
     def forward(model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)
 
+    def eager(gm: GraphModule, _: list[Any]) -> Any:
+        recompute_as_written(gm)
+        return gm.forward
+
     forward.__code__ = forward.__code__.replace(co_name="plain")
-    run = torch.compile(forward, backend="eager", **OWN_CACHE) if compiled else forward
+    run = torch.compile(forward, backend=eager, **OWN_CACHE) if compiled else forward
     # Without autocast's cache, whose entries know no dtype: a region of another dtype inside the model would read them.
     try:
         with runner.region(cache=False):

@@ -16,6 +16,7 @@ import contextlib
 import functools
 import logging
 import re
+import sys
 import threading
 import time
 from collections import Counter
@@ -124,6 +125,8 @@ class Runner:
             self._settings["error_on_recompile"] = True
         if any(isinstance(module, nn.RNNBase) for module in model.modules()):
             self._settings["allow_rnn"] = True  # or Dynamo leaves what calls a recurrent layer to Python
+        if not fullgraph and _reads_numpy(model):
+            self._settings["use_numpy_random_stream"] = True  # or Dynamo draws NumPy's random numbers from torch
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -321,6 +324,12 @@ class Runner:
             if call.ran or isinstance(e, torch.OutOfMemoryError) or (by_compiler and not marked):
                 raise
             first = e
+        except FxampError:
+            raise
+        except Exception:
+            if not call.ran:
+                function.clear()  # Dynamo leaves code to Python in whose trace an author's line has raised
+            raise
         finally:
             for tensor in marked:
                 unmark_batch(tensor)
@@ -331,20 +340,33 @@ class Runner:
             self._settings.update(fixed)
             return found
         if call.ran or by_compiler or not self.policy.level.rounds or not self.traces_autocast:
-            raise first
-        self._marks = self.traces_autocast = False
+            return self._untraced(function, call, first)
+        marks, self._marks, self.traces_autocast = self._marks, False, False
         try:
-            function = self._function(function.kind, function.method, call.model)
-            outputs = self._called(function, call)
+            without = self._function(function.kind, function.method, call.model)
+            outputs = self._called(without, call)
         except Exception as e:
-            self.traces_autocast = True
+            self._marks, self.traces_autocast = marks, True
             if hasattr(e, "__notes__"):  # the error of an op that is given 16 bits
                 raise
-            raise first from None
+            return self._untraced(function, call, first)
         why = str(first).strip().partition("\n")[0]
         logger.warning(
             "fxamp: %s is captured without autocast, under which it fails: %s", type(self.model).__name__, why
         )
+        return without, outputs
+
+    def _untraced(self, function: Function, call: Call, error: Exception) -> tuple[Function, Any]:
+        """Run the model's own code where an op fails as Dynamo traces it: what that raises is the user's own error."""
+        failed = isinstance(error, dynamo_errors().TorchRuntimeError)
+        if call.ran or call.does != "run" or self.fullgraph or not failed:
+            raise error from None
+        try:
+            outputs = self._under_autocast(call, function.method)
+        except Exception as own:
+            raise own from None
+        why = str(error).strip().partition("\n")[0]
+        self._say("untraced", logging.WARNING, f"Dynamo cannot trace {type(self.model).__name__}: {why}")
         return function, outputs
 
     def _called(self, function: Function, call: Call) -> Any:
@@ -369,7 +391,7 @@ class Runner:
         """Give outputs their original dtypes where no graph does: in fields of a dataclass, and outside of graphs."""
         if not self.restores or call.does != "run":
             return outputs
-        alone = len(call.ran) == 1 and not any(entry.converted.broke for entry in self.entries)
+        alone = len(call.ran) == 1 and call.ran != [-1] and not any(e.converted.broke for e in self.entries)
         leaves = () if isinstance(outputs, (Tensor, dict)) else pytree.tree_leaves(outputs, is_leaf=is_whole)
         if alone and not any(map(is_dataclass, leaves)):
             return outputs
@@ -484,6 +506,13 @@ _NO_CONTEXT = contextlib.nullcontext()
 _UNKNOWN = "Dynamo left it to Python"
 _NOTHING = "no op was captured"
 _DISABLED = "torch._dynamo.config.disable"
+
+
+def _reads_numpy(model: nn.Module) -> bool:
+    """Say whether a file that a module of the model is written in has imported NumPy."""
+    numpy, files = sys.modules.get("numpy"), {type(module).__module__ for module in model.modules()}
+    known = (vars(sys.modules[name]) for name in files if name in sys.modules and not name.startswith("torch."))
+    return numpy is not None and any(value is numpy for names in known for value in list(names.values()))
 
 
 def _refuse_tracing() -> None:

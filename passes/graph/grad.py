@@ -80,4 +80,6 @@ def shares_storage(mode: str, value: Node, device: str) -> bool:
 def is_leaf(value: Node) -> bool:
     """Say whether a value is a leaf of autograd, such as a parameter."""
     tensor = value.meta.get("val")
-    return is_parameter(value) or (value.op == "placeholder" and isinstance(tensor, torch.Tensor) and tensor.is_leaf)
+    if is_parameter(value) or note_of(value).role == "leaf":
+        return True
+    return value.op == "placeholder" and isinstance(tensor, torch.Tensor) and tensor.is_leaf

@@ -34,7 +34,8 @@ class Note:
         made_by: The rewrite of fxamp that made the node, as "pass/rewrite"; "" for a captured node.
         leaf: For an opaque module: the name of its type, which is part of the op's name.
         region: The autocast region in the model's own code that contains it.
-        role: "parameter" or "buffer", if the model holds the value; "buffer" also for any other tensor that it holds.
+        role: "parameter" or "buffer", if the model holds the value; "buffer" also for any other tensor that it holds;
+            "leaf" for what a reentrant checkpoint detaches.
         constant: The number that it holds, if that is known.
         cast: For a cast: "literal", "relative" or "undecided". Just in time also "autocast", if the program has this
             dtype under autocast, or "baked", if nothing is known but the dtype.

@@ -188,6 +188,32 @@ def test_a_compiler_gets_plain_casts_of_them() -> None:
     assert found.count(CAST) > 5
 
 
+class Block(nn.Module):
+    """Reads a value in FP32 by two layers, inside a checkpoint."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.q, self.k, self.reentrant = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16), reentrant
+
+    def forward(self, x: Tensor) -> Any:
+        def block(h: Tensor) -> Any:
+            return self.q(h) * self.k(h)
+
+        return checkpoint(block, self.first(x).float().exp(), use_reentrant=self.reentrant)
+
+
+def test_a_reentrant_checkpoint_detaches_its_inputs_which_autocast_then_casts_once() -> None:
+    x = {"x": torch.randn(8, 16)}
+    expected, got = [], []
+    for reentrant in (True, False):
+        own, model = Block(reentrant), Block(reentrant)
+        expected.append(passed(UnderAutocast(own, BF16), own, x))
+        got.append(passed(compiled(model), model, x))
+    assert all(map(torch.equal, expected[0] + expected[1], got[0] + got[1]))
+    assert not all(map(torch.equal, *got))
+
+
 def checkpointed(self: Any, x: Tensor) -> Tensor:
     inside: Tensor = checkpoint(lambda t: self.m(t).relu(), self.l(x), use_reentrant=False)
     return inside

@@ -225,7 +225,7 @@ class Emulation(Interpreter):
     def _is_shared(self, node: Node) -> bool:
         value = self.env.get(node)
         several = len(node.users) > 1 and self._sites.low.get(node, False)
-        return several and isinstance(value, Tensor) and value.requires_grad and not self._sites.of(node).writes
+        return several and isinstance(value, Tensor) and value.requires_grad and not self._sites.is_written(node)
 
     def _seen(self, site: Site, value: Any, args: Any) -> Any:
         if not isinstance(value, Tensor) or value.dtype != torch.float32:

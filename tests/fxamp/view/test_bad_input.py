@@ -194,6 +194,39 @@ def test_an_error_of_the_author_at_a_later_call_is_his_and_raised_once() -> None
     assert torch.equal(view(X), expected)
 
 
+@pytest.mark.parametrize("rows", [torch.randn(1, 6), torch.randn(3, 5), torch.randn(6)])
+@pytest.mark.parametrize("policy", ["O0", "O1,dtype=bf16"])
+def test_an_error_that_an_op_raises_as_it_is_captured_again_is_the_models_own(rows: Tensor, policy: str) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+    view = fxamp.convert(model, policy=policy)
+    expected = view(torch.cat([X, X])).dtype
+    with (
+        pytest.raises((ValueError, RuntimeError)) as own,
+        torch.autocast("cpu", torch.bfloat16, enabled=policy != "O0"),
+    ):
+        model(rows)
+    with pytest.raises(own.type, match=re.escape(str(own.value))) as got:
+        view(rows)
+    assert got.type is own.type
+    assert view(torch.cat([X, X, X])).dtype == expected
+    assert len(fxamp.graphs(view)) == 1  # the batch is still of any size
+
+
+def test_an_op_that_dynamo_cannot_trace_runs_under_autocast_and_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    @torch.library.custom_op("fxamp_tests::untraced", mutates_args=())
+    def untraced(x: Tensor) -> Tensor:
+        return x * 2
+
+    @untraced.register_fake
+    def _(x: Tensor) -> Tensor:
+        raise ValueError("untraced")
+
+    model = Two(lambda self, x: untraced(self.l(x)))
+    view = fxamp.convert(model, policy="O1,dtype=bf16")
+    assert torch.equal(view(X), under_autocast(model, (X,)).float())
+    assert "Dynamo cannot trace" in caplog.text
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_an_error_inside_a_region_leaves_grad_mode_and_autocast_as_they_were(backend: str) -> None:
     def forward(self: Any, x: Tensor, index: Tensor) -> Any:

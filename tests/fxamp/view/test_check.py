@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -212,6 +213,17 @@ def test_without_gradients_outputs_alone_are_compared() -> None:
     with torch.no_grad():
         fxamp.convert(Two(), (example(),), policy="O0")
     fxamp.convert(Two().requires_grad_(False), (example(),), policy="O0")
+
+
+def test_a_reentrant_checkpoint_with_dropout_is_compared_as_it_recomputes() -> None:
+    def forward(self: Any, x: Tensor) -> Any:
+        return self.m(checkpoint(lambda a: self.l(nn.functional.dropout(a, 0.5)), x, use_reentrant=True))
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
+        view = fxamp.convert(Two(forward), (example(),), policy="O0")
+    [note] = fxamp.plan_of(view).notes
+    assert "the gradient of 'l.weight' differs" in note  # which has none in the model, since no input has one
 
 
 def test_a_sparse_gradient_is_compared_too() -> None:

@@ -317,3 +317,31 @@ def test_a_change_is_refused_where_that_is_asked() -> None:
     config.inner["scales"].insert(0, 7.0)
     with pytest.raises(fxamp.CaptureError, match=r"has changed, and on_change='error'.*scales"):
         view(X)
+
+
+class Drawing(nn.Module):
+    """Masks by NumPy's random numbers, and chooses by them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.l(x)
+        if np.random.rand() < 0.5:
+            h = h * 2
+        return h * torch.from_numpy(np.random.rand(4) < 0.5)
+
+
+def test_random_numbers_of_numpy_are_drawn_from_numpy() -> None:
+    def run(call: Any) -> tuple[list[Tensor], Any, Tensor]:
+        np.random.seed(0)
+        torch.manual_seed(0)
+        return [call(x) for _ in range(5)], str(np.random.get_state()), torch.get_rng_state()
+
+    model, x = Drawing(), torch.randn(2, 4)
+    expected, *states = run(model)
+    got, *ours = run(fxamp.convert(model, policy="O0"))
+    assert all(map(torch.equal, expected, got))
+    assert states[0] == ours[0]
+    assert torch.equal(states[1], ours[1])
