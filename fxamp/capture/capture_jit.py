@@ -38,6 +38,7 @@ from .own_dtypes import own_dtypes, seen_dtypes, without_low
 from .scope import Scope
 
 _ROOT = re.compile(r"^[LG]\['\w+'\]\.?")
+_OF_OBJECT = re.compile(r"^G\[|[\])]\.")
 _ATOM = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.([A-Za-z]\w*)")  # skips `_modules` and `_parameters`
 
 
@@ -355,9 +356,8 @@ def is_attribute(placeholder: Node) -> bool:
 
 
 def is_held(placeholder: Node) -> bool:
-    """Say whether Dynamo took an input of a graph from a module, or from a global, and not from the call."""
-    name = source_name(placeholder)
-    return "._parameters[" in name or is_attribute(placeholder) or name.startswith("G[")
+    """Say whether Dynamo took an input of a graph from an object, such as the model, or a global: it is no argument."""
+    return _OF_OBJECT.search(source_name(placeholder)) is not None
 
 
 def parameter_path(placeholder: Node) -> str:

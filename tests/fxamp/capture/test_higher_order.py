@@ -101,7 +101,7 @@ def test_a_checkpoint_recomputes_as_the_authors_code_does(settings: Any, checked
 
 
 class Written(nn.Module):
-    """Writes what its checkpoint reads: a buffer after it, or inside it the value that it is given."""
+    """Writes what its checkpoint reads: a buffer and a tensor after it, or inside it the value that it is given."""
 
     def __init__(self, inside: bool) -> None:
         super().__init__()
@@ -109,22 +109,33 @@ class Written(nn.Module):
         self.mean: Tensor
         self.first, self.l, self.inside = nn.Linear(6, 6), nn.Linear(6, 6), inside
         self.register_buffer("mean", torch.zeros(6))
+        self.scale = torch.ones(6)
 
     def forward(self, x: Tensor) -> Any:
         def block(h: Tensor) -> Tensor:
-            return self.l(h.mul_(2) if self.inside else h - self.mean).sin()
+            return self.l(h.mul_(2) if self.inside else h * self.scale - self.mean).sin()
 
         h = checkpoint(block, self.first(x), use_reentrant=False)
         if not self.inside:
             with torch.no_grad():
                 self.mean.lerp_(h.mean(0).float(), 0.1)
+                self.scale.mul_(1.1)
         return h
 
 
+def in_place(model: nn.Module) -> Any:
+    return torch.compile(model, backend=fxamp.backend("O1,dtype=bf16", "eager"))
+
+
+def viewed(model: nn.Module) -> Any:
+    return fxamp.convert(model, policy="O1,dtype=bf16")
+
+
+@pytest.mark.parametrize("convert", [viewed, in_place])
 @pytest.mark.parametrize("weights", [False, True])
-def test_what_a_checkpoint_reads_from_a_module_is_read_again_as_it_is_then(weights: bool) -> None:
-    def gradient(call: Any, model: Any, low: bool) -> Any:
-        with torch.autocast("cpu", BF16, enabled=low):
+def test_what_a_checkpoint_reads_from_a_module_is_read_again_as_it_is_then(weights: bool, convert: Any) -> None:
+    def gradient(call: Any, model: Any) -> Any:
+        with torch.autocast("cpu", BF16):
             out = call(example())
         if weights:
             with torch.no_grad():
@@ -133,9 +144,7 @@ def test_what_a_checkpoint_reads_from_a_module_is_read_again_as_it_is_then(weigh
         return model.l.bias.grad
 
     own, model = Written(inside=False), Written(inside=False)
-    assert torch.equal(
-        gradient(own, own, low=True), gradient(fxamp.convert(model, policy="O1,dtype=bf16"), model, False)
-    )
+    assert torch.equal(gradient(own, own), gradient(convert(model), model))
 
 
 @pytest.mark.parametrize("policy", ["O0", "O1,dtype=bf16"])
