@@ -268,8 +268,7 @@ def codegen_of(graph: torch.fx.Graph) -> Any:
 
 def contexts_of_checkpoint(body: torch.fx.GraphModule) -> Callable[[], Any] | None:
     """Return the `context_fn` of a checkpoint, which Dynamo keeps on the graph of its body."""
-    found: Callable[[], Any] | None = body.meta.get("_checkpoint_context_fn")
-    return found
+    return body.meta.get("_checkpoint_context_fn")
 
 
 def autocast_registrations(device: str) -> frozenset[str]:

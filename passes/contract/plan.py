@@ -32,10 +32,9 @@ from .plan_format import (
     write_text,
 )
 from .policy import Policy
-from .reasons import DEVIATIONS, Code, Reason
+from .reasons import DEVIATIONS
 
 CERTIFICATE = "certificate"  # how a note of the certificate of a plan begins
-_CODES = {code.value: code for code in Code}
 _SURROGATE = re.compile("[\ud800-\udfff]")  # characters that a path may hold and UTF-8 cannot encode
 
 
@@ -104,22 +103,6 @@ class Decision:
         lines += [f"  from {', '.join(self.causes)}"] * bool(self.causes)
         lines += [f"  which buffers decided: {', '.join(self.ranges)}"] * bool(self.ranges)
         return "\n".join([*lines, *[f"  {self.source}"] * bool(self.source)])
-
-    @property
-    def because(self) -> Reason:
-        """The code and the sentence of the reason, as two fields.
-
-        Raises:
-            PlanError: There is no such code.
-
-        Example:
-            >>> reason = fxamp.plan_of(converted).decisions[0].because
-            >>> str(reason.code), reason.detail
-            ('low', 'matrix product, accumulated in FP32')
-        """
-        if self.code not in _CODES:
-            raise PlanError(f"{self.key}: there is no reason code {self.code!r:.60}; {REMEDY}")
-        return Reason(_CODES[self.code], self.reason.removeprefix(f"{self.code}: "))
 
 
 @dataclass(frozen=True)
@@ -253,7 +236,7 @@ class Plan:
             >>> fxamp.plan_of(converted).from_graph(0).decisions == fxamp.plan_of(converted).decisions
             True
         """
-        return replace(self, decisions=_between(self.decisions, first, None), states=())
+        return replace(self, decisions=_between(self.decisions, first, self.graphs), states=())
 
     def part(self, at: int) -> Plan:
         """Return the plan of one state, by its place among `states`; its first graph gets the number 0.
@@ -264,7 +247,7 @@ class Plan:
         """
         if not self.states:
             return self
-        firsts = [*(int(state.partition(":")[0]) for state in self.states), None]
+        firsts = [*(int(state.partition(":")[0]) for state in self.states), self.graphs]
         return replace(self, decisions=_between(self.decisions, firsts[at], firsts[at + 1]), states=())
 
     def to_json(self) -> str:
@@ -356,11 +339,9 @@ class Plan:
         return cls.from_json(text, name=os.fspath(path), newer=newer)
 
 
-def _between(decisions: Sequence[Decision], first: int | None, end: int | None) -> tuple[Decision, ...]:
+def _between(decisions: Sequence[Decision], first: int, end: int) -> tuple[Decision, ...]:
     """Return the decisions on some graphs; the first of these graphs gets the number 0."""
-    start = first or 0
-    inside = (d for d in decisions if start <= d.graph and (end is None or d.graph < end))
-    return tuple(replace(d, graph=d.graph - start) for d in inside)
+    return tuple(replace(d, graph=d.graph - first) for d in decisions if first <= d.graph < end)
 
 
 def joined(plans: Sequence[Plan], states: Sequence[str]) -> Plan:

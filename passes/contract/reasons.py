@@ -36,7 +36,6 @@ class Code(str, enum.Enum):
     KEEP = "keep", "the op is left as it is: it has no kernel in the low dtype, or no rule"
     AS_WRITTEN = "as_written", "nothing about the op changes"
     UNKNOWN_OP = "unknown_op", "the op has no rule, and the policy runs such ops in FP32"
-    UNKNOWN_RANK = "unknown_rank", "the dtypes of the operands are not known without example inputs"
     OVERRIDE = "override", "the policy overrides the rule"
     AUTOCAST_REGION = "autocast_region", "the model disables autocast here"
     AS_AUTOCAST = "as_autocast", "the op runs under torch.autocast as it is"

@@ -79,7 +79,5 @@ def shares_storage(mode: str, value: Node, device: str) -> bool:
 
 def is_leaf(value: Node) -> bool:
     """Say whether a value is a leaf of autograd, such as a parameter."""
-    tensor = value.meta.get("val")
-    if is_parameter(value) or note_of(value).role == "leaf":
-        return True
-    return value.op == "placeholder" and isinstance(tensor, torch.Tensor) and tensor.is_leaf
+    held, tensor = is_parameter(value) or note_of(value).role == "leaf", value.meta.get("val")
+    return held or (value.op == "placeholder" and isinstance(tensor, torch.Tensor) and tensor.is_leaf)

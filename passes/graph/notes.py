@@ -34,11 +34,10 @@ class Note:
         made_by: The rewrite of fxamp that made the node, as "pass/rewrite"; "" for a captured node.
         leaf: For an opaque module: the name of its type, which is part of the op's name.
         region: The autocast region in the model's own code that contains it.
-        role: "parameter" or "buffer", if the model holds the value; "buffer" also for any other tensor that it holds;
-            "leaf" for what a reentrant checkpoint detaches.
+        role: "parameter" or "buffer" (any other tensor) of the model, or "leaf": detached by a reentrant checkpoint.
         constant: The number that it holds, if that is known.
-        cast: For a cast: "literal", "relative" or "undecided". Just in time also "autocast", if the program has this
-            dtype under autocast, or "baked", if nothing is known but the dtype.
+        cast: For a cast: "literal"; "autocast", if the program has this dtype under autocast; or "baked", if nothing is
+            known but the dtype.
         read: For a cast, or a factory: the dtype that the program reads at this place under autocast.
         autocast: The dtypes of its value under autocast, if they were seen.
         under_autocast: The call runs under autocast, whatever its rule says: its values are jagged, or in a transform.

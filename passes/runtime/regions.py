@@ -29,9 +29,8 @@ def under_autocast(op: Callable[..., Any], device: str, dtype: torch.dtype, *arg
 def recompute(body: GraphModule, *args: Any, held: tuple[int, ...] = (), **kwargs: Any) -> Any:
     """Call the body of a checkpoint as the author's code calls it: once more in backward, on the same random numbers.
 
-    Torch's own op leaves the random numbers to a compiler, and takes others where none compiles it. The operands at the
-    places `held` are parameters and buffers, which the author's code reads from modules: a checkpoint does not save
-    these, and they may be written, as statistics of a batch norm are.
+    Torch's own op leaves the random numbers to a compiler. Operands at the places `held` are read from the model, as
+    parameters and statistics of a batch norm are: they may be written, and the checkpoint does not save them.
     """
     if (contexts := contexts_of_checkpoint(body)) is not None:
         kwargs["context_fn"] = contexts

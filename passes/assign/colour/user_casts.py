@@ -1,8 +1,7 @@
 """The meaning of the user's own casts: literal (`.float()`, `.half()`) or relative (`.to(q.dtype)`, `type_as`).
 
-Capture records both as `to(x, float32)`; comparing it with a capture under autocast tells them apart. A literal cast
-keeps its dtype. A relative cast follows its reference: if the input has become low, `.to(input.dtype)` gives a low
-value.
+A literal cast keeps its dtype. A relative cast follows its reference: if the input has become low, `.to(input.dtype)`
+gives a low value. A trace under autocast has recorded the dtype that it gives there.
 """
 
 from __future__ import annotations
@@ -83,40 +82,27 @@ def meaning(
     value: Any = node.args[0]
     operand, baked, reference = dtypes.get(value), literal_dtype(node), dtype_reference(node)
     if reference is not None and is_floating(original[reference]):
-        dtype = dtypes[reference]
-        return Intent(
-            dtype if isinstance(dtype, torch.dtype) else None, False, Code.CAST("takes the dtype of another tensor")
-        )
+        dtype = taken if isinstance(taken := dtypes[reference], torch.dtype) else None
+        return Intent(dtype, False, Code.CAST("takes the dtype of another tensor"))
     if baked is None:
         return Intent(operand if isinstance(operand, torch.dtype) else None, False, Code.FOLLOW("it names no dtype"))
     if note_of(node).cast == "autocast":
         under = note_of(node).read or baked
-        if under == operand == torch.float32:
-            return Intent(under, False, Code.CAST(_NOTHING))
-        return Intent(under, True, Code.CAST("the dtype that it has under autocast"))
-    kind = _kind(node)
-    if kind == "relative" and observed is not None:
-        return Intent(observed, False, Code.CAST("takes the dtype that was read under autocast"))
+        why = _NOTHING if under == operand == torch.float32 else "the dtype that it has under autocast"
+        return Intent(under, why != _NOTHING, Code.CAST(why))
+    kind = note_of(node).cast or ("literal" if node.op == "call_method" else "")  # the name of a method tells
     floats = baked.is_floating_point and is_floating(original.get(value))
     if not floats or not isinstance(operand, torch.dtype):
         return Intent(baked, True, Code.CAST("your code names this dtype"))
     if kind == "baked" and operand in LOW_DTYPES and baked == torch.float32:
         return Intent(baked, True, Code.USER_CAST("intent unknown: assumed to be an upcast"))
     # Capture was in FP32, so a low dtype is the user's. Another cast may restore what an earlier one changed.
-    changes = original[value] != baked or baked != torch.float32
-    if kind == "literal" or baked in LOW_DTYPES or (changes and kind != "relative"):
+    if kind == "literal" or original[value] != baked or baked != torch.float32:
         return Intent(baked, True, Code.CAST("your code names this dtype"))
     restored = None if exact and observed is not None else _restores(node, original, dtypes)
     if observed is not None:
         return Intent(restored or observed, False, Code.CAST(_NOTHING))
-    relative, unknown = "takes the dtype of another tensor", "intent unknown: it keeps its operand's dtype"
-    why = relative if kind == "relative" else unknown
-    return Intent(restored or operand, False, Code.USER_CAST(why))
-
-
-def _kind(node: Node) -> str:
-    """Return "literal", "relative" or "undecided"; in a traced Python graph the name of the method tells."""
-    return note_of(node).cast or ("literal" if node.op == "call_method" else "undecided")
+    return Intent(restored or operand, False, Code.USER_CAST("intent unknown: it keeps its operand's dtype"))
 
 
 def _restores(node: Node, original: Dtypes, dtypes: Dtypes) -> torch.dtype | None:
@@ -132,7 +118,7 @@ def _restores(node: Node, original: Dtypes, dtypes: Dtypes) -> torch.dtype | Non
                 continue
             visited.add(n)
             value: Any = n.args[0] if n.args else None
-            upcasts = literal_dtype(n) == torch.float32 == original.get(value) and _kind(n) != "relative"
+            upcasts = literal_dtype(n) == torch.float32 == original.get(value)
             dtype = dtypes.get(value)
             if upcasts and isinstance(dtype, torch.dtype) and dtype in ELIGIBLE:  # else it was no upcast
                 return dtype
