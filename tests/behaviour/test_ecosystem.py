@@ -30,9 +30,10 @@ def _fresh() -> Iterator[None]:
     accelerate.state.AcceleratorState._reset_state(True)
 
 
-def bert() -> Any:
+def bert(drop: float = 0.0) -> Any:
     torch.manual_seed(0)
-    config = transformers.BertConfig(vocab_size=50, **SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    rates = {"hidden_dropout_prob": drop, "attention_probs_dropout_prob": drop}
+    config = transformers.BertConfig(vocab_size=50, **SIZES, **rates)
     return transformers.BertForSequenceClassification(config)
 
 
@@ -101,19 +102,21 @@ def test_accelerates_own_list_of_backends_has_no_fxamp(tmp_path: Path) -> None:
         transformers.Trainer(bert(), arguments(tmp_path, torch_compile_backend="fxamp"), train_dataset=data())
 
 
-@pytest.mark.matrix  # by checkpoints of one's own: test_four_checkpointed_blocks_have_the_gradients_of_plain_ones
-def test_gradient_checkpointing_of_transformers() -> None:
-    model, plain = bert(), bert()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_of_transformers_is_autocasts(reentrant: bool) -> None:
+    own, model = bert(0.1), bert(0.1)
     batch = torch.utils.data.default_collate(data())
-    module, reference = fxamp.compile(model.train(), backend="eager"), fxamp.compile(plain.train(), backend="eager")
-    ours, theirs = module(**batch).loss, reference(**batch).loss
-    assert torch.equal(ours, theirs)
-    ours.backward()
-    theirs.backward()
-    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+    losses = []
+    for each, called in ((own, own), (model, fxamp.convert(model, policy="O1,dtype=bf16"))):
+        each.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        torch.manual_seed(0)
+        with torch.autocast("cpu", torch.bfloat16):
+            losses.append(called(**batch).loss)
+        losses[-1].backward()
+    assert torch.equal(*losses)
+    for a, b in zip(own.parameters(), model.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
-    inside = [d for d in fxamp.plan_of(module).decisions if d.graph]
+    inside = [d for d in fxamp.plan_of(called).decisions if d.graph]
     assert {d.colour for d in inside if d.op == "linear"} == {"bfloat16"}
 
 
