@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from passes._torch import HigherOrderOperator
 from passes.graph.bodies import Body
 from passes.graph.values import LOW_DTYPES, dtypes_of, literal_dtype
+from passes.ops import ops
 
 
 def own_dtypes(
@@ -100,7 +100,7 @@ def _made(node: Node, infer: Callable[..., Any], own: dict[Node, Any], holds: Se
         return own.get(node, without_low(seen))
     if not node.op.startswith("call"):
         return seen
-    if isinstance(node.target, HigherOrderOperator):
+    if ops.name(node).startswith("higher_order::"):
         return without_low(seen)
     return infer(node, own.get)
 

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..._torch import HigherOrderOperator
 from ...contract.devices import DEVICES
 from ...contract.reasons import DEVIATIONS, Code
 from ...form import AS_AUTOCAST, Colouring
@@ -60,7 +59,7 @@ def _result_dtypes(state: State, node: Node, colouring: Colouring) -> ValueDtype
     wanted = {o.node: casts[o.place] for o in ops.operands(node) if o.place in casts}
     keeps = colouring.kind in (KEEP, COMPOSITE) and not state.autocast
     keeps &= all(state.original[n] == wanted.get(n, state.dtypes[n]) for n in node.all_input_nodes)
-    if keeps or node.op == "call_module" or isinstance(node.target, HigherOrderOperator):
+    if keeps or node.op == "call_module" or ops.name(node).startswith("higher_order::"):
         return state.original[node]
     refuse_mixed(node, lambda n: wanted.get(n, state.dtypes[n]))
     return state.infer(node, lambda n: wanted.get(n, state.dtypes[n]))
@@ -69,7 +68,7 @@ def _result_dtypes(state: State, node: Node, colouring: Colouring) -> ValueDtype
 def _under_autocast(state: State, node: Node) -> ValueDtype:
     """Return the dtypes that a call gives under autocast: as capture saw them, or as its fake kernel has them."""
     observed: ValueDtype = note_of(node).autocast
-    if observed is not None or isinstance(node.target, HigherOrderOperator):
+    if observed is not None or ops.name(node).startswith("higher_order::"):
         return state.original[node] if observed is None else observed
     here = DEVICES[state.device].is_here()
     try:
