@@ -31,7 +31,7 @@ from passes.graph.aliases import Aliases
 from passes.graph.values import LOW_DTYPES
 from passes.ops import ops
 
-from ..capture.backend import recompute_as_written
+from ..capture.backend import graphs_in, recompute_as_written
 from ..capture.call import Call, begin
 from ..capture.inputs import Inputs
 from ..trust.preserved import fresh, same_attributes, same_random_state
@@ -123,8 +123,8 @@ def capture(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], check
 def _refuse_unmatched_ops(runner: Runner) -> None:
     """Raise PolicyError where an override by op matches nothing in the graphs of a view."""
     graphs = [entry.captured for entry in runner.entries]
-    found = {ops.name(n) for gm in graphs for part in gm.modules() if isinstance(part, GraphModule)
-             for n in part.graph.nodes if n.op.startswith("call")}  # fmt: skip
+    nodes = (n for gm in graphs for part in graphs_in(gm) for n in part.graph.nodes)
+    found = {ops.name(n) for n in nodes if n.op.startswith("call")}
     found |= {name for entry in runner.entries for d in entry.converted.plan.decisions for name in (d.op, d.key)}
     check_used(replace(runner.policy, modules=()), (), found)
 

@@ -49,7 +49,7 @@ from passes._torch import (
     without_module_trackers,
 )
 from passes.contract.costs import Penalties, Timer
-from passes.contract.errors import CaptureError, FxampError, PolicyError
+from passes.contract.errors import CaptureError, FxampError, PolicyError, in_short
 from passes.contract.plan import CERTIFICATE, Plan
 from passes.contract.policy import Override, Policy, nearest
 from passes.contract.reasons import Code
@@ -350,10 +350,10 @@ class Runner:
             if hasattr(e, "__notes__"):  # the error of an op that is given 16 bits
                 raise
             return self._untraced(function, call, first)
-        why = str(first).strip().partition("\n")[0]
         logger.warning(
-            "fxamp: %s is captured without autocast, under which it fails: %s", type(self.model).__name__, why
-        )
+            "fxamp: %s is captured without autocast, under which it fails: %s", type(self.model).__name__,
+            in_short(first),
+        )  # fmt: skip
         return without, outputs
 
     def _untraced(self, function: Function, call: Call, error: Exception) -> tuple[Function, Any]:
@@ -365,8 +365,7 @@ class Runner:
             outputs = self._under_autocast(call, function.method)
         except Exception as own:
             raise own from None
-        why = str(error).strip().partition("\n")[0]
-        self._say("untraced", logging.WARNING, f"Dynamo cannot trace {type(self.model).__name__}: {why}")
+        self._say("untraced", logging.WARNING, f"Dynamo cannot trace {type(self.model).__name__}: {in_short(error)}")
         return function, outputs
 
     def _called(self, function: Function, call: Call) -> Any:

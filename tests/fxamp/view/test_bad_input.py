@@ -213,15 +213,15 @@ def test_an_error_that_an_op_raises_as_it_is_captured_again_is_the_models_own(ro
 
 
 def test_an_op_that_dynamo_cannot_trace_runs_under_autocast_and_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    @torch.library.custom_op("fxamp_tests::untraced", mutates_args=())
-    def untraced(x: Tensor) -> Tensor:
+    @torch.library.custom_op("bad_input::doubled", mutates_args=())
+    def doubled(x: Tensor) -> Tensor:
         return x * 2
 
-    @untraced.register_fake
+    @doubled.register_fake
     def _(x: Tensor) -> Tensor:
-        raise ValueError("untraced")
+        raise ValueError("unknown")
 
-    model = Two(lambda self, x: untraced(self.l(x)))
+    model = Two(lambda self, x: doubled(self.l(x)))
     view = fxamp.convert(model, policy="O1,dtype=bf16")
     assert torch.equal(view(X), under_autocast(model, (X,)).float())
     assert "Dynamo cannot trace" in caplog.text
