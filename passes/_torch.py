@@ -235,6 +235,12 @@ def storage_id(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def leave_padding_to_python() -> None:
+    """Let Dynamo leave `pad_packed_sequence` to Python; before torch 2.13 it raises, as the kernel reads lengths."""
+    if torch.__version__ < "2.13":
+        torch._dynamo.disallow_in_graph(VF._pad_packed_sequence)
+
+
 def dynamo_errors() -> Any:
     """Return the module of Dynamo's errors; Dynamo is loaded only now."""
     return torch._dynamo.exc

@@ -40,6 +40,7 @@ from passes._torch import (
     is_replica_running,
     is_traced_by_fx,
     is_traced_by_jit,
+    leave_padding_to_python,
     mark_batch,
     only_vmap,
     own_parameters,
@@ -125,6 +126,7 @@ class Runner:
             self._settings["error_on_recompile"] = True
         if any(isinstance(module, nn.RNNBase) for module in model.modules()):
             self._settings["allow_rnn"] = True  # or Dynamo leaves what calls a recurrent layer to Python
+            leave_padding_to_python()
         if not fullgraph and _reads_numpy(model):
             self._settings["use_numpy_random_stream"] = True  # or Dynamo draws NumPy's random numbers from torch
 

@@ -157,8 +157,8 @@ def _named(simulation: Simulation, colours: Colours) -> Colours:
         if row.recomputed and any(len(n.users) > 1 and n in grad and is_leaf(n) for n in node.all_input_nodes):
             why = Code.SUM_ORDER(f"casts weights that are read elsewhere too ({why})")
         wide = row.recurrent and (x := node.all_input_nodes[0]) in grad and simulation.dtypes[x] == torch.float32
-        if wide and ops.argument(node, "bidirectional"):
-            why = Code.SUM_ORDER(f"casts its input for both directions at once ({why})")
+        if wide and (ops.argument(node, "bidirectional") or (len(x.users) > 1 and is_leaf(x))):
+            why = Code.SUM_ORDER(f"casts its input once for both directions or other readers ({why})")
         kept = why.code is Code.LITERAL or (simulation.aggressive and colouring.dtype == torch.float32)
         ranges = simulation.extremes.ranges_of(node.all_input_nodes) if kept else ()
         if why is not colouring.reason or ranges:

@@ -10,7 +10,8 @@ There are six rewrites. All are exact in forward, and all but `share` in backwar
     share_storage   a = to(x, bf16); b = to(x, bf16)   ->  b = again(x, bf16, a)   (a large x that needs gradients)
 
 Some ops are left out. On a CPU no cast would be saved: softmax and log_softmax with `dtype=` cast inside, and so does
-the backward of prod. The gradients of cumsum, cumprod, pow and atan2 would differ.
+the backward of prod; and the gradients of norms and of cumsum and cumprod would differ. On CUDA autocast itself gives
+these ops `dtype=`, and so their gradients are autocast's.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from ..graph.grad import grad_modes, requires_grad, shares_cast, shares_storage
 from ..graph.notes import CLAMP_OPERAND, is_inserted, note, note_of
 from ..graph.values import LOW_DTYPES, literal_dtype
 from ..ops import ops
-from ..ops.rules import LOW, row_of
+from ..ops.rules import LOW, absorbs_cast, row_of
 from ..runtime.casts import again, cast_weight
 
 
@@ -46,7 +47,7 @@ class EliminateCasts:
     Attributes:
         share: which readers share a cast, as `Policy.sharing` has it. Sharing sums the gradients of the readers in the
             low dtype, as autocast's weight cache does.
-        device: decides from which size on casts share a storage.
+        device: decides which ops take a dtype instead of a cast, and from which size on casts share a storage.
     """
 
     name: ClassVar = "eliminate-casts"
@@ -62,7 +63,7 @@ class EliminateCasts:
             "round_trip": _round_trip(graph, assignment),
             "share": _share(graph, assignment, self.share),
             "promote": _promote(graph, assignment),
-            "dtype_argument": _dtype_argument(graph, assignment),
+            "dtype_argument": _dtype_argument(graph, assignment, self.device),
             "share_storage": _share_storage(graph, assignment, self.share, self.device),
         }
 
@@ -182,16 +183,13 @@ def _share_storage(graph: Graph, assignment: Assignment, mode: str, device: str)
     return edits
 
 
-def _dtype_argument(graph: Graph, assignment: Assignment) -> int:
+def _dtype_argument(graph: Graph, assignment: Assignment, device: str) -> int:
     """Before: sum(to(x: bf16, f32)). After: sum(x, dtype=f32). An explicit dtype of the user's stays."""
     edits = 0
-    for cast, reader in _absorbed(graph, assignment, lambda n: row_of(n).absorbs_cast):
-        schema = ops.schema_of(reader)
-        takes = schema is not None and any(a.name == "dtype" and a.kwarg_only for a in schema.arguments)
-        if takes and ops.argument(reader, "dtype") is None:
-            reader.kwargs = {**reader.kwargs, "dtype": cast.args[1]}
-            note(reader, absorbed_cast=True)  # its result has another dtype than captured
-            edits += _read_instead(graph, reader, cast)
+    for cast, reader in _absorbed(graph, assignment, lambda n: absorbs_cast(n, device)):
+        reader.kwargs = {**reader.kwargs, "dtype": cast.args[1]}
+        note(reader, absorbed_cast=True)  # its result has another dtype than captured
+        edits += _read_instead(graph, reader, cast)
     return edits
 
 

@@ -233,8 +233,14 @@ class Inference:
                 wanted = [None] * len(leaves)
             return pytree.tree_unflatten([concrete(v, d) for v, d in zip(leaves, wanted, strict=True)], spec)
 
-        with quiet_fakes(), self._mode, torch.no_grad():
-            return dtypes_of(run(node, fake))
+        try:
+            with quiet_fakes(), self._mode, torch.no_grad():
+                return dtypes_of(run(node, fake))
+        except Exception:
+            floats = {d for n in node.all_input_nodes if (d := dtype_of(n)) in ELIGIBLE}
+            if row_of(node).recurrent and len(floats) == 1:  # cuDNN reads the state of its dropout
+                return recast(dtypes_of(node.meta.get("val")), floats.pop())
+            raise
 
 
 def run(node: Node, value_of: Callable[[Node], Any]) -> Any:

@@ -13,9 +13,12 @@ from torch import Tensor, nn
 
 import fxamp
 from passes.contract.reasons import DEVIATIONS
+from passes.graph import values
+from passes.ops import ops
 from passes.ops.rules import FOLLOW, LOW, lookup
 from reports.zoo import BY_NAME
 from tests.support.cuda_oracle import compare
+from tests.support.front_ends import casts
 from tests.support.helpers import OLD_DYNAMO
 from tests.support.processes import in_another_process
 
@@ -168,6 +171,47 @@ def test_autocast_widens_operands_before_an_op_that_keeps_them_for_its_backward(
     low = F.linear(x.to(BF16), *(w.to(BF16) for w in weights))
     expected = torch.atan2(x[:, :5].exp(), low.float()).sum()
     assert all(map(torch.equal, found, torch.autograd.grad(expected, weights)))
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        torch.norm, Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm, torch.linalg.matrix_norm, torch.cumsum,
+        torch.cumprod, torch.prod, F.softmax, torch.log_softmax, F.softmin, torch.sum,
+    ],
+)  # fmt: skip
+def test_gradients_of_an_op_that_autocast_gives_a_dtype_are_those_of_its_low_operand(op: Any) -> None:
+    """The backward computes with the operand that the op has: a cast before it would make that FP32."""
+    rest = (-1,) if op in (torch.cumsum, torch.cumprod, torch.log_softmax, F.softmax, F.softmin) else ()
+    model, x = Computes(lambda m, x: op(m.layer(x), *rest)), torch.randn(64, 6)
+    view = fxamp.convert(model, policy="O1,dtype=bf16,device=cuda")
+    weights = [p.detach().clone().requires_grad_() for p in model.layer.parameters()]
+    got = view(x)
+    expected = op(F.linear(x.to(BF16), *(w.to(BF16) for w in weights)), *rest, dtype=torch.float32)
+    wanted = torch.randn_like(expected)
+    assert torch.equal(got, expected)
+    found = torch.autograd.grad(got, [*model.layer.parameters()], wanted)
+    assert all(map(torch.equal, found, torch.autograd.grad(expected, weights, wanted)))
+    (graph,) = fxamp.graphs(view)
+    assert len(casts(graph)) == 3  # of the layer
+
+
+@pytest.mark.parametrize("low", [BF16, torch.float16])
+def test_a_recurrence_runs_in_fp16_as_autocast_has_it_there(low: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autocast casts the operands of cuDNN's kernel to FP16 where it is asked for BF16 too."""
+
+    def run(node: torch.fx.Node, value_of: Callable[[torch.fx.Node], Any]) -> Any:
+        if ops.name(node) == "lstm":  # as on CUDA, where a dropout between layers has a state that its kernel reads
+            raise RuntimeError("fake tensors cannot run it")
+        return really(node, value_of)
+
+    really = values.run
+    monkeypatch.setattr(values, "run", run)
+    model, x = nn.LSTM(3, 4, 2, dropout=0.5), torch.randn(5, 2, 3)
+    for level, expected in {"O1": torch.float16, "O2": low}.items():
+        plan = fxamp.plan(model, (x,), policy=fxamp.Policy(level, dtype=low, device="cuda"))
+        assert {d.colour for d in plan.decisions if d.op == "lstm"} == {str(expected).removeprefix("torch.")}
+        assert not plan.deviations
 
 
 # Where torch itself is wrong: CUDA graphs under autocast. A view has no autocast region that a graph could record.

@@ -36,7 +36,8 @@ def site_of(state: State, node: Node, name: str, floats: Iterable[ops.Operand]) 
     """Return a call with its row of the op table, and with the low dtype that applies to it."""
     row, kind = rule_of(node, state.device, state.low)
     region = region_on(node, state.device)
-    return Site(node, name, row, kind, tuple(floats), (region and region[2]) or state.low)
+    low = torch.float16 if state.device in row.fp16_on and not state.aggressive else (region and region[2]) or state.low
+    return Site(node, name, row, kind, tuple(floats), low)
 
 
 def decide(state: State, site: Site) -> Colouring | None:

@@ -19,7 +19,7 @@ from ...graph.aliases import mutated_operands
 from ...graph.grad import grad_modes, shares_cast, shares_storage
 from ...graph.values import ELIGIBLE, ValueDtype, keys
 from ...ops import ops
-from ...ops.rules import FOLLOW, FP32, LOW, PROMOTE, row_of
+from ...ops.rules import FOLLOW, FP32, LOW, PROMOTE, absorbs_cast, row_of
 from ..colour.simulate import Simulation
 from .costs import ByteCosts, Run
 from .cut import Net, Problem, Side, Variable
@@ -254,8 +254,8 @@ def _left_of_upcasts(value: Node, reader: Node, times: int, shared: bool, uses: 
     operands that may all be low one stays cast: rather one whose cast another reader needs anyway, as `promote` has it.
     """
     row, simulation = row_of(reader), uses.simulation
-    if row.absorbs_cast:
-        return 0 if ops.argument(reader, "dtype") is None else None
+    if absorbs_cast(reader, simulation.device):
+        return 0
     if not row.promotes_inside or simulation.aliases.is_mutated(value) or simulation.aliases.is_mutated(reader):
         return None
     if times > 1:  # a cast for each operand, of which the other one is read in FP32
@@ -264,8 +264,8 @@ def _left_of_upcasts(value: Node, reader: Node, times: int, shared: bool, uses: 
 
     def order(operand: Node) -> tuple[bool, bool, int]:
         # Does a reader whose dtype is fixed need it in FP32, and not cast it up by itself?
-        fixed = (row_of(r) for r, where in uses.readers[operand] if uses.side(r, where) is Side.FP32)
-        stays = shared and any(not (row.promotes_inside or row.absorbs_cast) for row in fixed)
+        fixed = (r for r, where in uses.readers[operand] if uses.side(r, where) is Side.FP32)
+        stays = shared and any(not (row_of(r).promotes_inside or absorbs_cast(r, simulation.device)) for r in fixed)
         return stays, operand in uses.free, operands.index(operand)
 
     for other in operands:

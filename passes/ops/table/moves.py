@@ -94,7 +94,7 @@ ROWS = (
     ),
     *group(KEEP, KEEP, "random: another dtype draws another stream",
         of("rand randn randint", dtype_arg=True, exact=True),
-        of("rand_like randn_like randint_like", dtype_arg=True, exact=True, absorbs_cast=True),
+        of("rand_like randn_like randint_like", dtype_arg=True, exact=True, absorbs_cast="cpu cuda"),
         of("randperm", dtype_arg=True, exact=True, out="int"),
         of("normal", dtype_arg=True, exact=True, redraws="always"),
         of("uniform", redraws="2.13"),

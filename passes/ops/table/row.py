@@ -38,8 +38,8 @@ class Rule:
         widens: Devices whose autocast casts the operands to the widest of their dtypes, as the backward then has them.
         promotes_inside: The kernel accepts operands of several floating dtypes, and casts the narrower ones up as it
             reads them.
-        absorbs_cast: With `dtype=float32` the op gives the same result for a low operand as for that operand cast to
-            FP32, in backward too.
+        absorbs_cast: Devices on which `dtype=float32` replaces a cast of a low operand to FP32: result and backward are
+            the same, or autocast itself gives the op that dtype there.
         casts_out: The kernel casts its result to the dtype of `out=`; other kernels reject an `out=` of another dtype.
         dtype_arg: The op has a `dtype=` argument; if it is given, it wins over the rule.
         converts_first: The op converts its first operand to `dtype=`, if given, before it computes.
@@ -53,6 +53,7 @@ class Rule:
             the graph may run it; it does no arithmetic, and has no colour.
         is_cast: The op is a cast in the user's code.
         shards: The op works on a sharded tensor, and fake tensors cannot run it; the result has the operand's dtype.
+        fp16_on: Devices whose autocast runs the op in FP16, whichever low dtype it is asked for.
         recurrent: The op runs step by step in time; all its outputs, however nested, have the dtype that it ran in.
         commutes: Whether rounding before the op and after it give the same bits: "" (no), "forward", or "both" (in
             backward too). Where facts of a device say it of a low dtype, they decide.
@@ -103,7 +104,7 @@ class Rule:
     same_dtype: bool = False
     widens: tuple[str, ...] = ()
     promotes_inside: bool = False
-    absorbs_cast: bool = False
+    absorbs_cast: tuple[str, ...] = ()
     casts_out: bool = False
     dtype_arg: bool = False
     converts_first: bool = False
@@ -114,6 +115,7 @@ class Rule:
     asks: str = ""
     is_cast: bool = False
     shards: bool = False
+    fp16_on: tuple[str, ...] = ()
     recurrent: bool = False
     commutes: str = ""
     may_alias: str = ""

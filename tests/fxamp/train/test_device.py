@@ -288,6 +288,7 @@ def test_a_flag_sent_before_other_work_arrives_before_it_is_done() -> None:
 
 
 @cuda
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @pytest.mark.parametrize(
     "make",
     [
@@ -306,8 +307,12 @@ def test_on_cuda_a_window_of_fp16_never_synchronizes(make: Callable[[Any], Optim
     twin = copy.deepcopy(model)
     converted = fxamp.convert(model, (x,), policy="O1,dtype=fp16")
     expected = fxamp.convert(twin, (x,), policy="O1,dtype=fp16")
-    step = TrainStep(converted, loss_times, make(converted.parameters()), max_grad_norm=clip, accumulate_steps=2)
-    optimizer, scaler = make(expected.parameters()), torch.amp.GradScaler("cuda")
+    scale = 2.0**8  # so low that the first window steps: before an optimizer has its state, it waits
+    step = TrainStep(
+        converted, loss_times, make(converted.parameters()), scaler=fxamp.LossScaler(init_scale=scale),
+        max_grad_norm=clip, accumulate_steps=2,
+    )  # fmt: skip
+    optimizer, scaler = make(expected.parameters()), torch.amp.GradScaler("cuda", init_scale=scale)
     factors = [1.0, 1.0, 1.0, math.inf, 1.0, 0.5]
     for window, factor in enumerate(factors):
         if window == 1:

@@ -40,7 +40,7 @@ from passes.graph.grad import requires_grad
 from passes.graph.notes import is_inserted
 from passes.graph.values import Inference, is_floating
 from passes.ops import ops
-from passes.ops.rules import row_of
+from passes.ops.rules import absorbs_cast, row_of
 from passes.runtime.casts import again
 from tests.support.graphs import Builder, attribute
 
@@ -194,7 +194,7 @@ def moved(gm: GraphModule, free: tuple[str, ...], plain: frozenset[str] = frozen
 
 
 def _absorbs(node: Node) -> bool:
-    return row_of(node).promotes_inside or row_of(node).absorbs_cast
+    return row_of(node).promotes_inside or absorbs_cast(node, "cpu")
 
 
 @dataclass
