@@ -208,11 +208,18 @@ def to_markdown(data: dict[str, Any]) -> str:
         'larger differences of gradients are known. First, `share_casts="always"` casts a value once for all ops that '
         "read it, so that its gradients are summed in BF16; autocast sums them in FP32. Second, torch decomposes the "
         "backward of a layer norm of BF16 values for Inductor; the eager kernel rounds in between, so its gradients "
-        "differ.\n\n"
+        "differ."
+        f"{'' if data['made']['machine'].startswith('cpu') else _INTERPOLATE}\n\n"
         "For each architecture the next table shows the distances of outputs and of gradients from those of eager "
         "autocast, relative to their norm.\n\n"
         f"{tabulate(marks, ('architecture', *ways), 'pipe')}\n"
     )
+
+
+_INTERPOLATE = (
+    " On a GPU torch interpolates by Python code where only deterministic kernels may run, and that code reads dtypes: "
+    "DPT differs by it, and is bit-equal in forward without that mode."
+)
 
 
 def _far(cell: dict[str, Any], index: int) -> float:

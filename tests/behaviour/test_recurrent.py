@@ -13,7 +13,6 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import fxamp
 from tests.support.front_ends import F32, FRESH, convert, tensors
-from tests.support.helpers import OLD_DYNAMO
 
 pytestmark = FRESH
 
@@ -52,8 +51,6 @@ RECURRENT: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     "kind", [pytest.param(k, marks=pytest.mark.matrix) if k in ("GRU", "GRUCell") else k for k in RECURRENT]
 )
 def test_a_carried_state_keeps_its_dtype(kind: str) -> None:
-    if kind == "LSTM, packed" and OLD_DYNAMO:
-        pytest.skip("torch.compile alone raises for what is packed")
     build, size, front_end = RECURRENT[kind]
     torch.manual_seed(0)
     model = build().eval()
