@@ -9,6 +9,7 @@ so they are inferred again.
 from __future__ import annotations
 
 import functools
+import logging
 import re
 from collections.abc import Callable, Iterable, Set
 from typing import Any
@@ -25,7 +26,9 @@ from passes.graph.values import (
     ELIGIBLE,
     LOW_DTYPES,
     Inference,
+    described,
     dtypes_of,
+    first_float,
     is_floating,
     literal_dtype,
     refuse_mixed,
@@ -37,6 +40,7 @@ from passes.ops.rules import COMPOSITE, row_of
 from .own_dtypes import own_dtypes, seen_dtypes, without_low
 from .scope import Scope
 
+logger = logging.getLogger("fxamp")
 _ROOT = re.compile(r"^[LG]\['\w+'\]\.?")
 _OF_OBJECT = re.compile(r"^G\[|[\])]\.")
 _ATOM = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.([A-Za-z]\w*)")  # skips `_modules` and `_parameters`
@@ -147,8 +151,27 @@ class _Description:
                 node.meta["val"] = value = self._described(node, value, held, inside)
                 held[node] = dtypes_of(value)
         if self.ambient and (self.makes_low or self.by_regions) and not inside:
-            bodies = bodies_of(gm.graph, functools.partial(attribute_of, gm))
-            self.own = own_dtypes(gm.graph, self._in_the_model, self.holds, self.given, self.doubtful, bodies)
+            self._decide_own(gm)
+
+    def _decide_own(self, gm: GraphModule) -> None:
+        """Decide which dtypes values have in the model itself, and log where that of an output is a guess."""
+        bodies = bodies_of(gm.graph, functools.partial(attribute_of, gm))
+
+        def decided(doubtful: Set[Node], guesses: bool) -> dict[Node, Any]:
+            infer, holds, given = self._in_the_model, self.holds, self.given
+            return own_dtypes(gm.graph, infer, holds, given, doubtful, bodies, guesses=guesses)
+
+        self.own = decided(self.doubtful, True)
+        if not self.doubtful or self.policy.output_dtype == "autocast":
+            return
+        fewest, most = decided(self.doubtful, False), decided(set(), False)
+        for node in gm.graph.output_node().all_input_nodes:
+            if fewest.get(node) != most.get(node):
+                logger.info(
+                    "fxamp: what %s gives is taken to be %s in the model itself, which is a guess: your code names %s, "
+                    "or reads it off a value that is so under autocast alone. output_dtype='autocast' leaves it so.",
+                    *(described(node), first_float(self.own[node]), first_float(most[node])),
+                )  # fmt: skip
 
     def _in_the_model(self, node: Node, dtype_of: Callable[[Node], Any]) -> Any:
         """Return the dtypes that a node gives in the model itself: without autocast, but for the author's own regions.

@@ -28,6 +28,7 @@ from passes.ops import ops
 def own_dtypes(
     graph: Graph, infer: Callable[[Node, Callable[[Node], Any]], Any], holds: Set[Node], given: Set[Node],
     doubtful: Set[Node], bodies: Mapping[Node, list[Body]], inputs: Mapping[Node, Any] | None = None,
+    *, guesses: bool = True,
 ) -> dict[Node, Any]:  # fmt: skip
     """Return the dtypes that the values of a graph would have without autocast.
 
@@ -40,6 +41,8 @@ def own_dtypes(
         doubtful: nodes that name a low dtype, which may be the user's or read off a result of autocast.
         bodies: the graphs inside it.
         inputs: for such a graph: the dtypes of its placeholders.
+        guesses: take a doubtful dtype for the user's where the values around it suggest so, and not only where an op
+            would reject another one.
     """
     nodes = [n for n in graph.nodes if n.meta.get("val") is not None]
     place = {n: i for i, n in enumerate(nodes)}
@@ -52,7 +55,9 @@ def own_dtypes(
         of = body.operands(node)
         held, passed = ({p for p, v in of.items() if v in values} for values in (holds, of_given))
         dtypes = {p: own.get(v) for p, v in of.items()}
-        return body.dtypes(own_dtypes(body.graph, infer, held, passed, doubtful, body.bodies(), dtypes))
+        return body.dtypes(
+            own_dtypes(body.graph, infer, held, passed, doubtful, body.bodies(), dtypes, guesses=guesses)
+        )
 
     at = 0
     while at < len(nodes):
@@ -73,7 +78,7 @@ def own_dtypes(
             )
         seen = seen_dtypes(node)
         alone = (seen, True) in first and (seen, False) not in first
-        is_low = node not in doubtful or node in authors or alone or _restores_low(node, own, holds)
+        is_low = node not in doubtful or node in authors or (guesses and (alone or _restores_low(node, own, holds)))
         own[node] = made if is_low else without_low(made)
         first.setdefault((seen, own[node] == seen), place[node])
         low = {n for n in node.all_input_nodes if own.get(n) in LOW_DTYPES}

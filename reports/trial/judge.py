@@ -2,13 +2,15 @@
 
 O0 has to be eager PyTorch to the bit. O1 has to have the forward values of `torch.autocast` to the bit, or a deviation
 that its plan names at the first node that differs; its gradients, and all of O2 and O3, are as close to FP32 as low
-precision allows (`runs.Allowed`), twice as far at O3, or as close to the model on low inputs.
+precision allows (`runs.Allowed`), twice as far at O3, or as close to the model on low inputs. If an output has another
+dtype than the model's, that is a guess and no mismatch where a line of fxamp's log says so.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -20,6 +22,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 import fxamp
+from fxamp.capture import outputs
 from fxamp.trust.preserved import fresh, preserved, same_attributes
 from passes._torch import pytree
 from passes.contract.errors import FxampError, NotFaithfulError, VerificationError
@@ -29,7 +32,7 @@ from passes.ops import ops
 
 from .alone import torch_alone
 from .first import Calls, Pair, Stopped, beside, first_difference
-from .own import Called, given_back, names_low, now_fp32, now_low, with_dtypes
+from .own import Called, given_back, names_low, now_fp32, now_low, of_other_branches, with_dtypes
 from .runs import Allowed, Run, changed, gradients_differ, run, tensors, values_differ, without_fused_layers
 
 LEVELS = ("O0", "O1", "O2", "O3")
@@ -37,7 +40,7 @@ LEVELS = ("O0", "O1", "O2", "O3")
 FRONT_ENDS = ("view", "graph", "ambient")
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-OK, DEVIATION, REFUSED, RAISES, TORCH = "ok", "deviation", "refused", "eager raises", "torch alone"
+OK, DEVIATION, GUESS, REFUSED, RAISES, TORCH = "ok", "deviation", "guess", "refused", "eager raises", "torch alone"
 MISMATCH, ERROR, VERIFICATION, DIED = "mismatch", "error", "verification", "died"
 FAILURES = (MISMATCH, ERROR, VERIFICATION, DIED)
 
@@ -192,8 +195,39 @@ def _named(level: str, verdict: Verdict, pairs: Callable[[], list[Pair]]) -> Ver
     return Verdict(DEVIATION, f"{code} at {where}")
 
 
+@contextlib.contextmanager
+def _guesses() -> Iterator[list[str]]:
+    """Collect the lines of the log that say that the dtype of an output is a guess."""
+    said: list[str] = []
+
+    class Heard(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "in the model itself" in record.getMessage():
+                said.append(record.getMessage())
+
+    logger, heard, before = logging.getLogger("fxamp"), Heard(), logging.root.manager.disable
+    level, propagates = logger.level, logger.propagate
+    outputs._say_doubtful.cache_clear()  # it warns once for a class
+    logging.disable(logging.DEBUG)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    logger.addHandler(heard)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(heard)
+        logger.setLevel(level)
+        logger.propagate = propagates
+        logging.disable(before)
+
+
 def _judged_at_call(found: Subject, front_end: str, level: str) -> Verdict:
-    verdict, got, plan = _compiled(found, front_end, level)
+    with _guesses() as said:
+        verdict, got, plan = _compiled(found, front_end, level)
+    if said and got is not None and verdict.kind == MISMATCH and _other_dtypes(got, found.plain):
+        restored = with_dtypes(got, found.plain)
+        if not _judge(found, restored, level, plan).failed:
+            return Verdict(GUESS, verdict.why)
     if verdict.kind == DEVIATION:
         verdict = _named(level, verdict, lambda: recorded(found, front_end, level))
     if verdict.kind not in (MISMATCH, ERROR, REFUSED):
@@ -250,6 +284,7 @@ def _called(found: Subject, got: Run, front_end: str, level: str, plan: fxamp.Pl
     # The model may branch on a dtype; then the output is another value under autocast.
     branched = found.autocast is not None and not {*fp32} - {*now_fp32(found.autocast, found.plain)}
     wider = bool(fp32) and (branched or names_low(found))
+    narrower += of_other_branches(found.autocast, found.plain)
     return _judge(found, with_dtypes(got, found.plain, narrower), level, plan, wider=wider)
 
 

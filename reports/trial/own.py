@@ -46,6 +46,12 @@ def now_low(got: Run, plain: Run, inputs: Sequence[Tensor]) -> list[int]:
     return [i for i, a, b in _pairs(got, plain) if b.dtype is torch.float32 and a.dtype in given]
 
 
+def of_other_branches(autocast: Run | None, plain: Run) -> list[int]:
+    """Return which outputs are float64 in the model, and not under autocast, where it branched on a dtype."""
+    pairs = () if autocast is None else _pairs(autocast, plain)
+    return [i for i, a, b in pairs if b.dtype is torch.float64 and a.dtype is not torch.float64]
+
+
 def given_back(outputs: Iterable[int], got: Run, inputs: Sequence[Tensor]) -> list[int]:
     """Return those of the outputs that are an input, as it is."""
     places = [i for i, value in enumerate(got.outputs) if isinstance(value, Tensor)]

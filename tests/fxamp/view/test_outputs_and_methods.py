@@ -469,3 +469,32 @@ def test_low_values_made_between_graphs_of_low_inputs_are_said(
         return
     assert not said
     assert [t.dtype for t in got] == [t.dtype for t in autocast(model, *given)]
+
+
+class Frozen(nn.Module):
+    """Holds low weights, and brings what they give to a dtype that it reads off a product."""
+
+    def __init__(self, head: bool) -> None:
+        super().__init__()
+        self.base, self.adapter = nn.Linear(6, 6).bfloat16().requires_grad_(False), nn.Linear(6, 6)
+        self.head = nn.Linear(6, 3).bfloat16().requires_grad_(False) if head else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        base = self.base(x.bfloat16()).float()
+        returned: Tensor = base.to(self.adapter(x).dtype)
+        return returned if self.head is None else self.head(base.to(self.head.weight.dtype))
+
+
+@pytest.mark.parametrize(
+    ("head", "output_dtype", "times"), [(False, "original", 1), (False, "autocast", 0), (True, "original", 0)]
+)
+def test_the_dtype_of_an_output_is_said_to_be_a_guess_where_it_is(
+    head: bool, output_dtype: str, times: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The dtype of the adapter's result is autocast's where Dynamo traces, and so may be one that the code names."""
+    caplog.set_level("INFO", "fxamp")
+    view = fxamp.convert(Frozen(head), policy=fxamp.Policy("O1", output_dtype=output_dtype))
+    view(torch.randn(4, 6))
+    said = [r.message for r in caplog.records if "in the model itself" in r.message]
+    assert len(said) == times
+    assert all("test_outputs_and_methods.py" in text and "output_dtype='autocast'" in text for text in said)
