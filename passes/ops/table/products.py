@@ -27,7 +27,7 @@ ROWS = (
     *group(LOW, LOW, "on both of torch's lists", "prelu", same_dtype=True),
     *group(
         LOW, LOW,
-        "recurrence: oneDNN and cuDNN take every operand low (an LSTM with projections is a composite on a CPU)",
+        "recurrence: oneDNN takes every operand low (an LSTM with projections is a composite on a CPU), cuDNN in FP16",
         "lstm rnn_tanh rnn_relu",
         same_dtype=True, recurrent=True, tries_low=True, fp16_on="cuda",
     ),
