@@ -153,9 +153,13 @@ def _overridden(state: State, site: Site) -> Colouring | None:
 
 def _outside_autocast(state: State, site: Site) -> Colouring | None:
     region = region_on(site.node, state.device)
-    if region is None or region[1]:
+    if site.floats and all(o.node in state.elsewhere for o in site.floats):
+        why = Code.AS_WRITTEN("autocast casts nothing on its device")
+    elif region is not None and not region[1]:
+        why = Code.AUTOCAST_REGION("the model disables autocast here")
+    else:
         return None
-    return natural(state, site.of_kind("region"), Code.AUTOCAST_REGION("the model disables autocast here"))
+    return natural(state, site.of_kind("region"), why)
 
 
 def _beside_float64(state: State, site: Site) -> Colouring | None:

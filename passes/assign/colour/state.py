@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, Node
 
 from ...contract.policy import Policy
@@ -62,6 +63,7 @@ class State:
         bodies: the runs through the bodies of higher-order ops.
         upcast: values that the user has upcast, and results of ops that only move them.
         extremes: values that the low dtype cannot hold.
+        elsewhere: values on another kind of device than the policy's, of which autocast casts none.
         lacking: whether calls of this graph lack a low kernel; not shared, so that no plan depends on another.
     """
 
@@ -75,6 +77,9 @@ class State:
         self.device = policy.device or "cpu"
         self.low: Any = policy.dtype
         self.named = keys(graph.nodes) if policy.ops else {}
+        devices = {n: v.device.type for n in graph.nodes if isinstance(v := n.meta.get("val"), Tensor)}
+        here = any(device == self.device and not n.op.startswith("call") for n, device in devices.items())
+        self.elsewhere = {n for n, device in devices.items() if here and device != self.device}  # none if planned ahead
         self.lacking: dict[Any, bool] = {}
         self.pinned = {aliases.find(v) for v in observed(graph) if original[v] == torch.float32}
         self.aggressive = not autocast and policy.level.stores_low

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+import fxamp
 from passes._torch import autocast_registrations
 from passes.contract.devices import DEVICES, Device
 from passes.contract.policy import Policy
@@ -42,3 +44,27 @@ def test_an_xpu_has_the_lists_of_cuda_but_for_the_kernels_of_its_vendor() -> Non
 def test_the_row_of_the_cpu_is_of_what_is_here() -> None:
     assert DEVICES["cpu"].is_here()
     assert DEVICES["cpu"].capability() == torch.backends.cpu.get_cpu_capability()
+
+
+class Moving(nn.Module):
+    """Computes on the CPU, and goes on on another device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        moved = self.layer(x).to("meta")
+        wide = x.to("meta")
+        return moved, moved @ moved, wide @ wide, F.mse_loss(moved, moved), moved + wide
+
+
+def test_what_runs_on_another_device_than_the_policys_is_cast_as_autocast_does_which_leaves_it() -> None:
+    model, x = Moving(), torch.randn(4, 4)
+    view = fxamp.convert(model, policy="O1,dtype=bf16,output_dtype=autocast")
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(x)
+    assert [t.dtype for t in view(x)] == [t.dtype for t in expected] == [torch.bfloat16] * 2 + [
+        torch.float32, torch.bfloat16, torch.float32
+    ]  # fmt: skip
+    assert not fxamp.plan_of(view).deviations

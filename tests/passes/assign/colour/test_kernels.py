@@ -153,7 +153,8 @@ def test_a_graph_over_two_devices(front_end: str) -> None:
     with torch.autocast("cpu"):
         assert torch.equal(here, layer(x).float())
     assert (there.device.type, there.dtype) == ("meta", torch.float32)
-    assert [d.colour for d in fxamp.plan_of(converted).decisions if d.op == "linear"] == ["bfloat16", "bfloat16"]
+    # Autocast for one device casts nothing on the other, whose kernel then rejects a low operand beside its weight.
+    assert [d.colour for d in fxamp.plan_of(converted).decisions if d.op == "linear"] == ["bfloat16", "float32"]
 
 
 @pytest.mark.skipif(torch.__version__ >= "2.15", reason="the op raises under autocast, and breaks the graph there")
