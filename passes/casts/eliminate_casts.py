@@ -31,7 +31,8 @@ from ..graph.grad import grad_modes, requires_grad, shares_cast, shares_storage
 from ..graph.notes import CLAMP_OPERAND, is_inserted, note, note_of
 from ..graph.values import LOW_DTYPES, literal_dtype
 from ..ops import ops
-from ..ops.rules import LOW, absorbs_cast, row_of
+from ..ops.facts import absorbs_cast
+from ..ops.rules import LOW, row_of
 from ..runtime.casts import again, cast_weight
 
 

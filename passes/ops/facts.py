@@ -21,10 +21,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from .._torch import OpOverload
 from ..contract.devices import DEVICES
 from ..contract.policy import dtype_name
 from . import ops
-from .rules import COMPOSITE, LOW, Rule, lookup, row_named
+from .rules import COMPOSITE, LOW, Rule, lookup, row_named, row_of
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,19 @@ def rule_of(node: Node, device: str, low: torch.dtype | None = None) -> tuple[Ru
     # oneDNN has no projections.
     composite = row.recurrent and kind == LOW and device == "cpu" and ops.is_projected(node)
     return row, COMPOSITE if composite else kind
+
+
+def absorbs_cast(node: Node, device: str) -> bool:
+    """Say whether a call can take `dtype=float32` instead of a cast of its operand on a device."""
+    row = row_of(node)
+    if DEVICES[device].lists not in row.absorbs_cast or lacks_low(node, row, device):
+        return False
+    names, given = (
+        ops.names_of(node),
+        len(node.args),
+    )  # a function or method takes it in every form, an overload may not
+    takes = "dtype" in names[given:] if isinstance(node.target, OpOverload) else "dtype" not in names[:given]
+    return takes and ops.argument(node, "dtype") is None
 
 
 def lacks_low(node: Node, row: Rule, device: str) -> bool:

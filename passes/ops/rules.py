@@ -61,18 +61,6 @@ def row_of(node: Node) -> Rule:
     return row_named(ops.name(node))
 
 
-def absorbs_cast(node: Node, device: str) -> bool:
-    """Say whether a call can take `dtype=float32` instead of a cast of its operand on a device."""
-    if DEVICES[device].lists not in row_of(node).absorbs_cast:
-        return False
-    names, given = (
-        ops.names_of(node),
-        len(node.args),
-    )  # a function or method takes it in every form, an overload may not
-    takes = "dtype" in names[given:] if isinstance(node.target, OpOverload) else "dtype" not in names[:given]
-    return takes and ops.argument(node, "dtype") is None
-
-
 def is_registered(name: str) -> bool:
     """Say whether a user registered the rule of an op."""
     return name in _custom

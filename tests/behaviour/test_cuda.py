@@ -196,6 +196,14 @@ def test_gradients_of_an_op_that_autocast_gives_a_dtype_are_those_of_its_low_ope
     assert len(casts(graph)) == 3  # of the layer
 
 
+def test_a_norm_that_takes_no_low_operand_gets_a_cast() -> None:
+    """It is the sum of singular values, of which torch has none of a low matrix, whatever the dtype asked for."""
+    model, x = Computes(lambda m, x: torch.norm(m.layer(x), "nuc")), torch.randn(4, 6)
+    view = fxamp.convert(model, policy="O1,dtype=bf16,device=cuda")
+    low = F.linear(x.to(BF16), *(p.to(BF16) for p in model.layer.parameters()))
+    assert torch.equal(view(x), torch.norm(low.float(), "nuc"))
+
+
 @pytest.mark.parametrize("low", [BF16, torch.float16])
 def test_a_recurrence_runs_in_fp16_as_autocast_has_it_there(low: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Autocast casts the operands of cuDNN's kernel to FP16 where it is asked for BF16 too."""

@@ -19,7 +19,8 @@ from ...graph.aliases import mutated_operands
 from ...graph.grad import grad_modes, shares_cast, shares_storage
 from ...graph.values import ELIGIBLE, ValueDtype, keys
 from ...ops import ops
-from ...ops.rules import FOLLOW, FP32, LOW, PROMOTE, absorbs_cast, row_of
+from ...ops.facts import absorbs_cast
+from ...ops.rules import FOLLOW, FP32, LOW, PROMOTE, row_of
 from ..colour.simulate import Simulation
 from .costs import ByteCosts, Run
 from .cut import Net, Problem, Side, Variable

@@ -40,7 +40,8 @@ from passes.graph.grad import requires_grad
 from passes.graph.notes import is_inserted
 from passes.graph.values import Inference, is_floating
 from passes.ops import ops
-from passes.ops.rules import absorbs_cast, row_of
+from passes.ops.facts import absorbs_cast
+from passes.ops.rules import row_of
 from passes.runtime.casts import again
 from tests.support.graphs import Builder, attribute
 
