@@ -25,8 +25,10 @@ from passes.contract.costs import Penalties, Timer
 from passes.contract.errors import PolicyError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy, check_used, nearest, type_names
+from passes.graph.grad import requires_grad
 from passes.graph.notes import note, note_buffer, note_of
 from passes.graph.values import no_autocast, retyped
+from passes.ops import ops
 from passes.ops.rules import row_of
 from passes.runtime.casts import CAST, again
 from passes.runtime.regions import recompute
@@ -88,8 +90,20 @@ class Backend:
             recompute_as_written(gm)
         converted, outputs = rewrite(gm, example_inputs, self.policy)
         compiled.record(converted, example_inputs, scope())
-        run = run_by(self.backend, self.mode, dict(self.options), gm, example_inputs, converted)
+        inner = inner_of(gm.graph, self.backend)
+        run = run_by(inner, self.mode, dict(self.options), gm, example_inputs, converted)
         return at_call(run, converted, example_inputs, outputs, compiled.reused)
+
+
+def inner_of(graph: Graph, inner: Inner) -> Inner:
+    """Return what compiles an emitted graph: "eager" in the place of what AOTAutograd fails at.
+
+    It does at a recurrent layer whose weights have gradients and whose input has none; by default Dynamo leaves every
+    recurrent layer to Python.
+    """
+    layers = [n for n in graph.nodes if row_of(n).recurrent] if inner != "eager" and torch.is_grad_enabled() else []
+    grad = requires_grad(graph) if layers else frozenset[Node]()
+    return "eager" if any(n in grad and next(ops.operands(n)).node not in grad for n in layers) else inner
 
 
 def run_by(

@@ -40,7 +40,7 @@ from passes._torch import (
     source_name,
 )
 
-from ..capture.backend import recompute_as_written, rewrite, run_by
+from ..capture.backend import inner_of, recompute_as_written, rewrite, run_by
 from ..capture.call import Call, current, regions_entered
 from ..capture.compiled import Converted, break_of, copied, elsewhere
 from ..capture.emitted import Kept, at_call
@@ -170,6 +170,7 @@ class Function:
         )  # fmt: skip
         if replaying is not None:
             runner.note(*replaying.notes(converted.plan))
+        inner = inner_of(gm.graph, inner)
         whole, inputs, lifted = gm, list(example_inputs), list[Lifted]()
         if self.kind == "window":
             whole, inputs, lifted = lift(gm, inputs, sums_inside=inner != "eager")

@@ -15,6 +15,7 @@ from torch.fx import Graph, Node
 from .._torch import INFERENCE, SET_GRAD, enter_autocast, exit_autocast
 from ..contract.devices import DEVICES
 from ..runtime.regions import grad_mode
+from .aliases import Aliases, may_write
 from .notes import is_parameter, note_of
 from .values import concrete_size
 
@@ -43,18 +44,27 @@ def grad_modes(graph: Graph) -> dict[Node, tuple[bool | None, int]]:
 def requires_grad(graph: Graph) -> frozenset[Node]:
     """Return the values that gradients flow through: made from a trainable parameter outside no_grad regions.
 
-    An attribute that is not known to be a buffer may be trainable, and so may anything inside an opaque module.
+    An attribute that is not known to be a buffer may be trainable, and so may anything inside an opaque module. What a
+    value with gradients is written to has them too, and so has all that shares its storage.
     """
     out: set[Node] = set()
-    modes = grad_modes(graph)
-    for node in graph.nodes:
-        if not node.op.startswith("call"):
-            unknown = node.op == "get_attr" and "val" not in node.meta and note_of(node).role != "buffer"
-            if unknown or getattr(node.meta.get("val"), "requires_grad", False):
+    modes, aliases = grad_modes(graph), Aliases(graph)
+    while True:
+        roots: set[Node] = set()  # of the storage that a value with gradients is written to
+        for node in graph.nodes:
+            if not node.op.startswith("call"):
+                unknown = node.op == "get_attr" and "val" not in node.meta and note_of(node).role != "buffer"
+                if unknown or getattr(node.meta.get("val"), "requires_grad", False):
+                    out.add(node)
+            elif modes[node][0] is not False and (
+                node.op == "call_module" or any(n in out for n in node.all_input_nodes)
+            ):
                 out.add(node)
-        elif modes[node][0] is not False and (node.op == "call_module" or any(n in out for n in node.all_input_nodes)):
-            out.add(node)
-    return frozenset(out)
+                roots.update(map(aliases.find, may_write(node)))
+        shared = {n for n in graph.nodes if aliases.find(n) in roots} - out if roots else set[Node]()
+        if not shared:
+            return frozenset(out)
+        out |= shared
 
 
 def shares_cast(mode: str, value: Node, reader: Node, by_rule_low: bool, grad: frozenset[Node]) -> bool:

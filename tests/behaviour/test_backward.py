@@ -175,6 +175,38 @@ def test_a_value_that_one_op_reads_twice_has_autocasts_gradient(read: Any) -> No
     assert not fxamp.plan_of(module).deviations
 
 
+def _by_slice(made: Tensor, weight: Tensor) -> None:
+    made[:4] += weight[:4]
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda made, weight: made.__setitem__(slice(None), weight), lambda made, weight: made.copy_(weight),
+        lambda made, weight: made.view(-1).add_(weight.view(-1)), _by_slice,
+        lambda made, weight: made.index_add_(0, torch.arange(8), weight),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("early", [False, True])
+def test_a_value_has_gradients_that_one_with_gradients_is_written_to(write: Any, early: bool) -> None:
+    """Several products read it, each of whose casts has a gradient of its own, as under autocast."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        made = torch.zeros(8, 8)
+        read = made.t() if early else made
+        write(made, self.wide.weight)
+        read = read * 1
+        return (x @ read).sin() + (x @ read @ read).sin()
+
+    torch.manual_seed(0)
+    model, x = Two(forward), {"x": torch.randn(6, 8)}
+    model.wide = nn.Linear(8, 8)
+    expected = passed(UnderAutocast(model, BF16), model, x)
+    module = compiled(model)
+    assert all(map(torch.equal, expected, passed(module, model, x)))
+    assert not fxamp.plan_of(module).deviations
+
+
 def test_a_compiler_gets_plain_casts_of_them() -> None:
     found: list[Any] = []
 

@@ -55,3 +55,28 @@ def test_padded_sequences_of_several_lengths_are_those_of_autocast() -> None:
     exact, rounded = (fxamp.convert(model, policy=policy) for policy in ("O0", "O1,dtype=bf16"))
     assert_eager(exact, model, args)
     assert_as_autocast(rounded, model, args, BF16)
+
+
+@pytest.mark.parametrize("way", ["eager", "aot_eager"])
+@pytest.mark.parametrize("policy", ["O0", "O1,dtype=bf16"])
+def test_an_lstm_that_reads_the_input_trains_by_every_backend(way: str, policy: str) -> None:
+    """AOTAutograd fails at one whose input has no gradient; its graph then runs uncompiled."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.LSTM(6, 5), Unpacked(), nn.Linear(5, 3)), torch.randn(4, 2, 6)
+    view = fxamp.convert(model, policy=policy, backend=way)
+    outcome: list[list[Any]] = []
+    for called, amp in ((model, policy != "O0"), (view, False)):
+        model.zero_grad()
+        with torch.autocast("cpu", BF16, enabled=amp):
+            out = called(x)
+        out.float().square().sum().backward()
+        outcome.append([out.float(), *(p.grad for p in model.parameters())])
+    assert all(map(torch.equal, *outcome))
+    assert decided(view, "lstm") == (["bfloat16"] if policy != "O0" else ["float32"])
+
+
+class Unpacked(nn.Module):
+    """Takes the outputs of a recurrent layer, and not its last state."""
+
+    def forward(self, found: tuple[Tensor, Any]) -> Tensor:
+        return found[0]
