@@ -177,6 +177,10 @@ def backend(
         >>> compiled(x).shape
         torch.Size([3, 4])
     """
+    if isinstance(policy, GraphModule):
+        raise PolicyError(
+            "fxamp.backend makes a backend: call it, as in torch.compile(m, backend=fxamp.backend())."
+        )
     chosen = Policy.of(policy)
     if chosen.cost == "measured":
         raise PolicyError(

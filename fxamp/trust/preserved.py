@@ -61,10 +61,10 @@ def preserved(model: nn.Module) -> Iterator[None]:
 
 
 def fresh(value: Any) -> Any:
-    """Copy an input, so that a model that writes to it does so once for each run."""
+    """Copy an input, so that a model that writes to it, or draws from it, does so once for each run."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone().requires_grad_(value.requires_grad)
-    return value
+    return value.clone_state() if isinstance(value, torch.Generator) else value
 
 
 @contextlib.contextmanager

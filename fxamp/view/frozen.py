@@ -24,8 +24,8 @@ from .view import is_view, runner_of
 def frozen(converted: Any) -> Iterator[Any]:
     """Cast every weight once, on entry; inside, calls use those copies.
 
-    It is for inference: edits of weights inside the region have no effect, and no gradient reaches the weights. After
-    the region the module casts weights at every call, as before.
+    It is for inference: inside the region edits of the weights that are cast have no effect, and no gradient reaches
+    them. After the region the module casts weights at every call, as before.
 
     Args:
         converted: A module that `fxamp.convert` or `fxamp.compile` returned. For every weight that a graph reads in 16
@@ -44,7 +44,10 @@ def frozen(converted: Any) -> Iterator[Any]:
         True
     """
     if not is_view(converted):
-        raise NotAModuleError(f"fxamp.frozen takes what fxamp.convert returned, not {type(converted).__name__}.")
+        raise NotAModuleError(
+            f"fxamp.frozen takes the view of a module that fxamp.convert returned, not {type(converted).__name__}; "
+            "weights='low' casts those of a graph for good."
+        )
     runner = runner_of(converted)
     copies = Copies("fxamp.frozen", keeps_edits_out=True)
     other = runner.opened()

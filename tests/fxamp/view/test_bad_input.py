@@ -430,3 +430,25 @@ def test_a_low_override_of_a_table_is_said(caplog: pytest.LogCaptureFixture) -> 
     view = fxamp.convert(model, (torch.arange(3),), policy="O1,dtype=bf16,modules.0=low")
     assert fxamp.plan_of(view).decisions[0].colour == "float32"
     assert any("modules.0=low has decided nothing" in r.message for r in caplog.records)
+
+
+def test_a_backend_that_was_not_called_and_a_graph_to_freeze_are_named() -> None:
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    with pytest.raises(Exception, match=r"backend=fxamp\.backend\(\)"):
+        torch.compile(model, backend=fxamp.backend)(x)
+    graph = fxamp.convert(torch.export.export(model, (x,)))
+    with pytest.raises(fxamp.NotAModuleError, match="weights='low'"), fxamp.frozen(graph):
+        pass
+
+
+def test_a_generator_among_the_inputs_is_as_it_was_after_a_conversion() -> None:
+    class Drawing(nn.Linear):
+        def forward(self, x: Tensor, generator: Any = None) -> Tensor:
+            return super().forward(x) + torch.rand(2, 4, generator=generator)
+
+    generator = torch.Generator().manual_seed(3)
+    before = generator.get_state()
+    view = fxamp.convert(Drawing(4, 4), (torch.randn(2, 4), generator))
+    assert torch.equal(generator.get_state(), before)
+    view(torch.randn(2, 4), generator)
+    assert not torch.equal(generator.get_state(), before)
