@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,7 +28,7 @@ from passes.contract.plan import Plan
 from passes.contract.policy import Policy, check_used, nearest, type_names
 from passes.graph.grad import requires_grad
 from passes.graph.notes import note, note_buffer, note_of
-from passes.graph.values import no_autocast, retyped
+from passes.graph.values import described, no_autocast, retyped
 from passes.ops import ops
 from passes.ops.rules import row_of
 from passes.runtime.casts import CAST, again
@@ -42,6 +43,7 @@ from .outputs import low_of_its_own, note_leaving
 from .parameters import opaque_parameters, refuse_low_parameters
 from .scope import Scope, is_gathered, is_training, scope
 
+logger = logging.getLogger(__name__)
 Inner = str | Callable[..., Any]
 _OURS = ("policy", "backend", "mode")
 _WITHOUT_AUTOCAST = (
@@ -103,7 +105,11 @@ def inner_of(graph: Graph, inner: Inner) -> Inner:
     """
     layers = [n for n in graph.nodes if row_of(n).recurrent] if inner != "eager" and torch.is_grad_enabled() else []
     grad = requires_grad(graph) if layers else frozenset[Node]()
-    return "eager" if any(n in grad and next(ops.operands(n)).node not in grad for n in layers) else inner
+    for node in layers:
+        if node in grad and next(ops.operands(node)).node not in grad:
+            logger.info("fxamp: the graph with %s runs uncompiled: its input has no gradient", described(node))
+            return "eager"
+    return inner
 
 
 def run_by(
@@ -178,9 +184,7 @@ def backend(
         torch.Size([3, 4])
     """
     if isinstance(policy, GraphModule):
-        raise PolicyError(
-            "fxamp.backend makes a backend: call it, as in torch.compile(m, backend=fxamp.backend())."
-        )
+        raise PolicyError("fxamp.backend makes a backend: call it, as in torch.compile(m, backend=fxamp.backend()).")
     chosen = Policy.of(policy)
     if chosen.cost == "measured":
         raise PolicyError(

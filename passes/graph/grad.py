@@ -48,9 +48,9 @@ def requires_grad(graph: Graph) -> frozenset[Node]:
     value with gradients is written to has them too, and so has all that shares its storage.
     """
     out: set[Node] = set()
-    modes, aliases = grad_modes(graph), Aliases(graph)
+    modes, aliases = grad_modes(graph), None
     while True:
-        roots: set[Node] = set()  # of the storage that a value with gradients is written to
+        written: set[Node] = set()  # what a value with gradients is written to
         for node in graph.nodes:
             if not node.op.startswith("call"):
                 unknown = node.op == "get_attr" and "val" not in node.meta and note_of(node).role != "buffer"
@@ -60,11 +60,14 @@ def requires_grad(graph: Graph) -> frozenset[Node]:
                 node.op == "call_module" or any(n in out for n in node.all_input_nodes)
             ):
                 out.add(node)
-                roots.update(map(aliases.find, may_write(node)))
-        shared = {n for n in graph.nodes if aliases.find(n) in roots} - out if roots else set[Node]()
-        if not shared:
+                written.update(may_write(node))
+        if written:
+            aliases = aliases or Aliases(graph)
+            roots = {*map(aliases.find, written)}
+            written = {n for n in graph.nodes if aliases.find(n) in roots}
+        if written <= out:
             return frozenset(out)
-        out |= shared
+        out |= written
 
 
 def shares_cast(mode: str, value: Node, reader: Node, by_rule_low: bool, grad: frozenset[Node]) -> bool:

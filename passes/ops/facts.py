@@ -133,10 +133,8 @@ def absorbs_cast(node: Node, device: str) -> bool:
     row = row_of(node)
     if DEVICES[device].lists not in row.absorbs_cast or lacks_low(node, row, device):
         return False
-    names, given = (
-        ops.names_of(node),
-        len(node.args),
-    )  # a function or method takes it in every form, an overload may not
+    names, given = ops.names_of(node), len(node.args)
+    # A function or a method takes it in every form; of the overloads of a norm some do not.
     takes = "dtype" in names[given:] if isinstance(node.target, OpOverload) else "dtype" not in names[:given]
     return takes and ops.argument(node, "dtype") is None
 
