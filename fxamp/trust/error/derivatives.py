@@ -104,10 +104,12 @@ class Derivatives:
         with _moved(self._subject, direction, first):
             moved = self._values(batch, backward=False)[1]
         noisy = self._values(batch, random=True, backward=False)[1]
+        known = [key for key in values if key in moved and key in noisy]  # others: a graph was captured again
         ratios = [
             float((noisy[key] - t).norm() / (moved[key] - t).norm())
-            for key, t in values.items() if bool((moved[key] != t).any()) and bool((noisy[key] != t).any())
-        ]  # fmt: skip
+            for key, t in ((key, values[key]) for key in known)
+            if bool((moved[key] != t).any()) and bool((noisy[key] != t).any())
+        ]
         finite = sorted(filter(math.isfinite, ratios))  # a mask has no distance
         return direction, first * (finite[len(finite) // 2] if finite else 1.0) / math.sqrt(2)
 

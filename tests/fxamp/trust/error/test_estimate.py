@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -349,3 +350,25 @@ def test_what_is_not_captured_is_said() -> None:
 
     found = fxamp.estimate_error(Partly(), torch.randn(4, 8), loss=torch.mean, policies="O1")
     assert "what reads a.bias, a.weight" in found.notes[-1]
+
+
+class Broken(nn.Module):
+    """Breaks its graph where a value is not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.gelu(self.first(x).transpose(-2, -1))
+        torch._dynamo.graph_break()
+        return self.last(h.transpose(-2, -1)) * 1
+
+
+def test_gradients_are_estimated_across_a_break_at_a_transposed_value() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(2, 4, 5, 8)
+    report = fxamp.estimate_error(Broken(), x, y, loss=F.mse_loss, policies=("O1",), gradients="nodes")
+    parts = report["O1"].by("module", "gradient")
+    assert parts["first"] > 0
+    assert parts["last"] > 0

@@ -36,6 +36,8 @@ def test_stochastic_rounding_is_right_on_average_and_keeps_what_fits(low: torch.
     assert bool(((drawn.mean(0) - values).abs() <= 0.06 * step).all())
     assert bool(((nearest(values, low) - values).abs() <= 0.5 * step).all())
     assert torch.equal(stochastic(nearest(values, low), low, generator), nearest(values, low))
+    moved = values.reshape(1, -1, 1).expand(3, -1, 2).clone().transpose(0, 2)
+    assert stochastic(moved, low, generator).stride() == moved.stride()  # on which graphs are guarded
     beyond = stochastic(torch.tensor([float("inf"), float("nan")]), low, generator)
     assert beyond[0] == float("inf")
     assert beyond.isnan()[1]
