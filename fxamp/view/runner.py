@@ -238,14 +238,16 @@ class Runner:
     def call_override(self, override: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call what was written to the view's `forward`, and say so where that does not call the plan."""
         before = self.calls
-        outputs = override(*args, **kwargs)
-        if self.calls == before:
-            name = type(self.model).__name__
-            self._say(
-                "forward", logging.WARNING,
-                f"what was written to forward of a view of {name} runs without its plan: call what was there",
-            )  # fmt: skip
-        return outputs
+        self.settle((args, kwargs))
+        with self.region():
+            outputs = override(*args, **kwargs)
+        if self.calls != before:
+            return outputs
+        self._say(
+            "forward", logging.WARNING, f"what was written to forward of a view of {type(self.model).__name__} runs "
+            "under autocast, without its plan, which what was there would run",
+        )  # fmt: skip
+        return restored(outputs, low_of_its_own(self.model, (args, kwargs), self.low)) if self.restores else outputs
 
     def _refuse_twice(self, places: int, kwargs: Mapping[str, Any], method: str) -> None:
         """Raise TypeError for an argument given by place and by name: Dynamo takes the name for one of `**kwargs`."""

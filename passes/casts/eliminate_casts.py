@@ -9,9 +9,8 @@ There are six rewrites. All are exact in forward, and all but `share` in backwar
     dtype_argument  sum(to(x: bf16, f32))              ->  sum(x, dtype=f32)
     share_storage   a = to(x, bf16); b = to(x, bf16)   ->  b = again(x, bf16, a)   (a large x that needs gradients)
 
-Some ops are left out. On a CPU no cast would be saved: softmax and log_softmax with `dtype=` cast inside, and so does
-the backward of prod; and the gradients of norms and of cumsum and cumprod would differ. On CUDA autocast itself gives
-these ops `dtype=`, and so their gradients are autocast's.
+Some ops take no `dtype=` on a CPU: softmax, log_softmax and the backward of prod cast inside, and the gradients of
+norms, cumsum and cumprod would differ. On CUDA all of these do, since autocast itself gives it to them there.
 """
 
 from __future__ import annotations

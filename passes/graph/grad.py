@@ -48,7 +48,7 @@ def requires_grad(graph: Graph) -> frozenset[Node]:
     value with gradients is written to has them too, and so has all that shares its storage.
     """
     out: set[Node] = set()
-    modes, aliases = grad_modes(graph), None
+    modes = grad_modes(graph)
     while True:
         written: set[Node] = set()  # what a value with gradients is written to
         for node in graph.nodes:
@@ -56,15 +56,13 @@ def requires_grad(graph: Graph) -> frozenset[Node]:
                 unknown = node.op == "get_attr" and "val" not in node.meta and note_of(node).role != "buffer"
                 if unknown or getattr(node.meta.get("val"), "requires_grad", False):
                     out.add(node)
-            elif modes[node][0] is not False and (
-                node.op == "call_module" or any(n in out for n in node.all_input_nodes)
-            ):
+            elif modes[node][0] is not False and (node.op == "call_module" or not out.isdisjoint(node.all_input_nodes)):
                 out.add(node)
                 written.update(may_write(node))
         if written:
-            aliases = aliases or Aliases(graph)
-            roots = {*map(aliases.find, written)}
-            written = {n for n in graph.nodes if aliases.find(n) in roots}
+            find = Aliases(graph).find
+            roots = {*map(find, written)}
+            written = {n for n in graph.nodes if find(n) in roots}
         if written <= out:
             return frozenset(out)
         out |= written

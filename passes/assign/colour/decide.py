@@ -152,14 +152,11 @@ def _overridden(state: State, site: Site) -> Colouring | None:
 
 
 def _outside_autocast(state: State, site: Site) -> Colouring | None:
-    region = region_on(site.node, state.device)
-    if site.floats and all(o.node in state.elsewhere for o in site.floats):
-        why = Code.AS_WRITTEN("autocast casts nothing on its device")
-    elif region is not None and not region[1]:
-        why = Code.AUTOCAST_REGION("the model disables autocast here")
-    else:
+    region, away = region_on(site.node, state.device), {o.node in state.elsewhere for o in site.floats} == {True}
+    if (region is None or region[1]) and not away:
         return None
-    return natural(state, site.of_kind("region"), why)
+    off, other = "the model disables autocast here", "autocast casts nothing on its device"
+    return natural(state, site.of_kind("region"), Code.AS_WRITTEN(other) if away else Code.AUTOCAST_REGION(off))
 
 
 def _beside_float64(state: State, site: Site) -> Colouring | None:

@@ -38,8 +38,7 @@ class Rule:
         widens: Devices whose autocast casts the operands to the widest of their dtypes, as the backward then has them.
         promotes_inside: The kernel accepts operands of several floating dtypes, and casts the narrower ones up as it
             reads them.
-        absorbs_cast: Devices on which `dtype=float32` replaces a cast of a low operand to FP32: result and backward are
-            the same, or autocast itself gives the op that dtype there.
+        absorbs_cast: Devices where `dtype=float32` may replace a cast to FP32: the bits are the same, or autocast's.
         casts_out: The kernel casts its result to the dtype of `out=`; other kernels reject an `out=` of another dtype.
         dtype_arg: The op has a `dtype=` argument; if it is given, it wins over the rule.
         converts_first: The op converts its first operand to `dtype=`, if given, before it computes.

@@ -460,8 +460,10 @@ def test_another_forward_that_does_not_call_the_plan_is_named(caplog: pytest.Log
     model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4)
     view = fxamp.convert(model, policy="O1,dtype=bf16")
     view.forward = lambda x: model[0](x) * 2
-    view(x)
-    said = "what was written to forward of a view of Sequential runs without its plan"
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(x) * 2
+    assert torch.equal(view(x), expected.float())
+    said = "what was written to forward of a view of Sequential runs under autocast, without its plan"
     assert [r.levelno for r in caplog.records if said in r.message] == [logging.WARNING]
     caplog.clear()
     del view.forward
