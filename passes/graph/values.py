@@ -216,8 +216,6 @@ class Inference:
                 return items[node.args[1]]  # type: ignore[index]
         if row_of(node).shards and isinstance(node.args[0], Node):
             return dtype_of(node.args[0])
-        if row_of(node).recurrent and len(ran := {*map(dtype_of, node.all_input_nodes)} & {*ELIGIBLE}) == 1:
-            return recast(dtypes_of(node.meta.get("val")), ran.pop())  # type: ignore[arg-type]  # no fake has dropout's state
         key = _key(node, dtype_of)
         if key is None:
             return self._run(node, dtype_of)
@@ -235,8 +233,14 @@ class Inference:
                 wanted = [None] * len(leaves)
             return pytree.tree_unflatten([concrete(v, d) for v, d in zip(leaves, wanted, strict=True)], spec)
 
-        with quiet_fakes(), self._mode, torch.no_grad():
-            return dtypes_of(run(node, fake))
+        try:
+            with quiet_fakes(), self._mode, torch.no_grad():
+                return dtypes_of(run(node, fake))
+        except Exception:
+            ran = {d for n in node.all_input_nodes if (d := dtype_of(n)) in ELIGIBLE}
+            if not row_of(node).recurrent or len(ran) != 1:
+                raise
+            return recast(dtypes_of(node.meta.get("val")), ran.pop())  # cuDNN reads the state of its dropout
 
 
 def run(node: Node, value_of: Callable[[Node], Any]) -> Any:

@@ -130,13 +130,11 @@ def rule_of(node: Node, device: str, low: torch.dtype | None = None) -> tuple[Ru
 
 def absorbs_cast(node: Node, device: str) -> bool:
     """Say whether a call can take `dtype=float32` instead of a cast of its operand on a device."""
-    row = row_of(node)
-    if DEVICES[device].lists not in row.absorbs_cast or lacks_low(node, row, device):
-        return False
-    names, given = ops.names_of(node), len(node.args)
+    row, names, given = row_of(node), ops.names_of(node), len(node.args)
     # A function or a method takes it in every form; of the overloads of a norm some do not.
     takes = "dtype" in names[given:] if isinstance(node.target, OpOverload) else "dtype" not in names[:given]
-    return takes and ops.argument(node, "dtype") is None
+    listed = DEVICES[device].lists in row.absorbs_cast and not lacks_low(node, row, device)
+    return listed and takes and ops.argument(node, "dtype") is None
 
 
 def lacks_low(node: Node, row: Rule, device: str) -> bool:
