@@ -195,6 +195,7 @@ def hooked() -> nn.Module:
     ids=["randn_like", "rand_like", "normal_", "bernoulli", "hooked", "mixed"],
 )  # fmt: skip
 def test_float64_is_the_same_model(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)  # the gradient of one number may be close to 0
     model = make()
     before = {name: (v.dtype, v.clone()) for name, v in model.state_dict().items()}
     found = fxamp.verify(model, X, Y, loss=CE, policies="O1,dtype=bf16")
