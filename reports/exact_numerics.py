@@ -218,7 +218,7 @@ def to_markdown(data: dict[str, Any]) -> str:
 
 _INTERPOLATE = (
     " On a GPU torch interpolates by Python code where only deterministic kernels may run, and that code reads dtypes: "
-    "DPT differs by it, and is bit-equal in forward without that mode."
+    "DPT and SegFormer interpolate."
 )
 
 

@@ -104,6 +104,7 @@ def to_markdown(data: dict[str, Any]) -> str:
         "- Gradients of O1, and all results of O2 and O3, are compared with FP32. The error may be at most four times\n"
         "  (at O3 eight times) that of autocast, or that of one rounding per op.\n"
         "- If `torch.compile` alone differs from eager PyTorch, its results are the reference.\n"
+        "- A guess is an output of another dtype than the model's, of which a line of the log says that it is one.\n"
         f"\n{table}\n"
     ]
     if len(data["codes"]) > 1:

@@ -40,7 +40,7 @@ from passes.ops.rules import COMPOSITE, row_of
 from .own_dtypes import own_dtypes, seen_dtypes, without_low
 from .scope import Scope
 
-logger = logging.getLogger("fxamp")
+logger = logging.getLogger(__name__)
 _ROOT = re.compile(r"^[LG]\['\w+'\]\.?")
 _OF_OBJECT = re.compile(r"^G\[|[\])]\.")
 _ATOM = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.([A-Za-z]\w*)")  # skips `_modules` and `_parameters`

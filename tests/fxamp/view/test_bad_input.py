@@ -213,7 +213,7 @@ def test_an_error_that_an_op_raises_as_it_is_captured_again_is_the_models_own(ro
 
 
 def test_an_op_that_dynamo_cannot_trace_runs_under_autocast_and_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    @torch.library.custom_op("bad_input::doubled", mutates_args=())
+    @torch.library.custom_op("fxamp_tests::doubled", mutates_args=())
     def doubled(x: Tensor) -> Tensor:
         return x * 2
 
