@@ -36,7 +36,7 @@ from passes.runtime.regions import recompute
 
 from ..trust.watch import node_by_node
 from . import compiled, recompile_limit
-from .capture_jit import ambient_dtype, attribute_of, describe, is_attribute, is_held, parameter_path
+from .capture_jit import ambient_dtype, attribute_of, describe, is_attribute, is_held, is_returned, parameter_path
 from .emitted import at_call
 from .inputs import first_device
 from .outputs import low_of_its_own, note_leaving
@@ -261,7 +261,7 @@ def rewrite(
     found = scope()
     if found is not None:
         refuse_unmatched(policy, found.root)
-    note_leaving(gm.graph)
+    leaves = note_leaving(gm.graph)
     here = runs_on or device
     on = not in_region and torch.is_autocast_enabled(here)
     settled = policy.dtype if in_region else None
@@ -269,7 +269,7 @@ def rewrite(
     dtype = policy.dtype or ambient or torch.get_autocast_dtype(device)
     resolved = replace(policy, device=device, dtype=dtype)
     under = on or ambient is not None
-    holds, given = _held_and_given(gm, example_inputs, found, dtype)
+    holds, given = _held_and_given(gm, example_inputs, found, dtype, leaves)
     with no_autocast():
         outputs = describe(gm, scope=found, ambient=under, policy=resolved, holds=holds, given=given - holds)
     if not under and policy.level.rounds:
@@ -296,15 +296,16 @@ def _record_of(plan: Plan) -> str:
 
 
 def _held_and_given(
-    gm: GraphModule, example_inputs: list[Any], found: Scope | None, low: torch.dtype
+    gm: GraphModule, example_inputs: list[Any], found: Scope | None, low: torch.dtype, leaves: bool
 ) -> tuple[set[Node], set[Node]]:
     """Return the inputs that the model holds or has made low, and those that it was called with."""
-    model, leaves = (nn.Module(), ()) if found is None else (found.root, found.given)
+    model, passed = (nn.Module(), ()) if found is None else (found.root, found.given)
     pairs = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=False)
     values = {n: v for n, v in pairs if isinstance(v, torch.Tensor)}
-    given = {n for n, v in values.items() if any(v is leaf for leaf in leaves)}
-    is_own = low_of_its_own(model, leaves, low, warns=any(note_of(n).leaves for n in gm.graph.nodes))
-    return {n for n, v in values.items() if note_of(n).role or (n not in given and is_own(v))}, given
+    given = {n for n, v in values.items() if any(v is leaf for leaf in passed)}
+    is_own = low_of_its_own(model, passed, low, warns=leaves)
+    own = {n for n, v in values.items() if n not in given and is_own(v, returned=is_returned(n))}
+    return {n for n in values if note_of(n).role} | own, given
 
 
 def refuse_unmatched(policy: Policy, model: nn.Module) -> None:

@@ -383,6 +383,11 @@ def is_held(placeholder: Node) -> bool:
     return _OF_OBJECT.search(source_name(placeholder)) is not None
 
 
+def is_returned(placeholder: Node) -> bool:
+    """Say whether an input of a graph may be what a call returned that is between it and the graph before."""
+    return "___stack" in source_name(placeholder)
+
+
 def parameter_path(placeholder: Node) -> str:
     """Return the path of a parameter in the module whose forward Dynamo captured, "" if it is unknown."""
     name = source_name(placeholder)

@@ -44,25 +44,28 @@ def leaving(value: Any) -> Any:
     return value
 
 
-def note_leaving(graph: Graph) -> None:
-    """Note which values that a graph makes leave the model, in the place of the calls that say so.
+def note_leaving(graph: Graph) -> bool:
+    """Note which values that a graph makes leave the model, in the place of the calls that say so; say if any does.
 
     A value that it was given, after a break, is left to `restored`: the graph may be called with another one.
     """
-    for node in graph.find_nodes(op="call_function", target=leaving):
+    calls = graph.find_nodes(op="call_function", target=leaving)
+    for node in calls:
         value: Any = node.args[0]
         if value.op != "placeholder":
             note(value, leaves=True)
         node.replace_all_uses_with(value)
         graph.erase_node(node)
+    return bool(calls)
 
 
-def low_of_its_own(model: nn.Module, inputs: Any, low: torch.dtype, *, warns: bool = True) -> Callable[[Tensor], bool]:
+def low_of_its_own(model: nn.Module, inputs: Any, low: torch.dtype, *, warns: bool = True) -> Callable[..., bool]:
     """Return what says whether a value is low in the model itself, where autocast's dtype is `low`.
 
     A note from its graph decides. Others are if the model holds them or was called with them, has nothing but low
     values, or makes them of another low dtype. The model is searched for the first value that needs it. If `warns`, it
-    is said where that is a guess, since the model has low tensors beside others.
+    is said where that is a guess, since the model has low tensors beside others. A noted value is a guess as well if a
+    call between graphs `returned` it: a cast to the dtype that it has under autocast returns the same tensor.
     """
 
     @functools.cache
@@ -70,10 +73,11 @@ def low_of_its_own(model: nn.Module, inputs: Any, low: torch.dtype, *, warns: bo
         own = (t for t in held(model).values() if t.grad_fn is None)  # others it has kept in a call
         return {id(t): t.dtype for t in (*pytree.tree_leaves(inputs), *own) if isinstance(t, Tensor)}
 
-    def is_own(value: Tensor) -> bool:
-        if value in _OWN or value.dtype not in LOW_DTYPES:
+    def is_own(value: Tensor, *, returned: bool = False) -> bool:
+        noted = value in _OWN or value.dtype not in LOW_DTYPES
+        if noted and (not returned or value.dtype != low or _OWN.get(value) in LOW_DTYPES):
             return _OWN.get(value) in LOW_DTYPES
-        if value.dtype != low or is_low_throughout(model, inputs) or id(value) in known():
+        if not noted and (value.dtype != low or is_low_throughout(model, inputs) or id(value) in known()):
             return True
         if warns and low in known().values():
             _say_doubtful(type(model).__name__, low)

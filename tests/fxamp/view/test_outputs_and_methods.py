@@ -471,6 +471,33 @@ def test_low_values_made_between_graphs_of_low_inputs_are_said(
     assert [t.dtype for t in got] == [t.dtype for t in autocast(model, *given)]
 
 
+class Casting(nn.Module):
+    """Casts a product to the dtype of a low input by Python code between graphs, which may return the same tensor."""
+
+    def __init__(self, detaches: bool) -> None:
+        super().__init__()
+        self.layer, self.detaches = nn.Linear(6, 6), detaches
+
+    def forward(self, x: Tensor, low: Tensor) -> Tensor:
+        cast = self.layer(x).to(torch.result_type(low, low))
+        return cast.detach() if self.detaches else cast
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")  # torch's, once a process
+@pytest.mark.parametrize("detaches", [True, False])
+def test_a_cast_between_graphs_to_the_dtype_of_autocast_is_said(
+    detaches: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    outputs._say_doubtful.cache_clear()
+    view = fxamp.convert(Casting(detaches))
+    x = torch.randn(4, 6)
+    view(x, torch.randn(4, 6).bfloat16())
+    [text] = [r.message for r in caplog.records if "between its graphs" in r.message]
+    assert "Casting" in text
+    assert view(x, torch.randn(4, 6)).dtype == torch.float32
+    assert len([r for r in caplog.records if "between its graphs" in r.message]) == 1
+
+
 class Frozen(nn.Module):
     """Holds low weights, and brings what they give to a dtype that it reads off a product."""
 
