@@ -161,7 +161,8 @@ def to_markdown(data: dict[str, Any]) -> str:
         "- O0 must equal eager PyTorch bit for bit, its gradients within 1e-6.\n"
         "- O1 must equal `torch.autocast` bit for bit, except at deviations that its plan names.\n"
         "- Gradients of O1, and all results of O2 and O3, are compared with FP32. The error may be at most four times\n"
-        "  (at O3 eight times) that of autocast, or that of one rounding per op.\n"
+        "  (at O3 eight times) that of autocast, or that of one rounding per op. From O2 on what is infinite in FP32\n"
+        "  may be the largest number of the low dtype, since downcasts that autocast would not make saturate.\n"
         "- O3 is also compared with torch's own kernels on low inputs.\n"
         f"- `cuda` compares the planned dtypes with those of the autocast kernels on fake tensors.\n\n{table}\n"
     ]

@@ -43,8 +43,8 @@ class Oracle(Interpreter):
             return self.fake(super().run_node(n))
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         made = self._called(n, args, dict(kwargs)) if n.op == "call_function" else super().run_node(n)
-        if isinstance(made, Tensor):
-            self.dtypes[n.name] = made.dtype
+        if (first := first_tensor(made)) is not None:
+            self.dtypes[n.name] = first.dtype
         return made
 
     def _called(self, n: Node, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -61,6 +61,11 @@ class Oracle(Interpreter):
             dtype = {LOW: LOW_DTYPE, FP32: torch.float32}.get(kind, first)
             like: Any = lambda v: self.fake(torch.empty(_sizes(v.shape), dtype=dtype, device="meta"))  # noqa: E731
             return pytree.tree_map_only(Tensor, like, n.meta["val"])
+
+
+def first_tensor(value: Any) -> Tensor | None:
+    """Return a tensor, or the first one that an op with several results gives."""
+    return next((v for v in pytree.tree_leaves(value) if isinstance(v, Tensor)), None)
 
 
 def _sizes(shape: Any) -> list[int]:
@@ -95,7 +100,7 @@ def dtypes_under_cuda(
 
 
 def rows_of(module: torch.nn.Module, plan: fxamp.Plan, dtypes: dict[str, torch.dtype]) -> list[list[str]]:
-    """Return a row for each node of floating dtype, as `dtypes_under_cuda` does.
+    """Return a row for each node whose first tensor has a floating dtype, as `dtypes_under_cuda` does.
 
     Args:
         module: a converted graph.
@@ -108,7 +113,8 @@ def rows_of(module: torch.nn.Module, plan: fxamp.Plan, dtypes: dict[str, torch.d
         expected = dtypes.get(node.name)
         if expected is None or not expected.is_floating_point or note_of(node).made_by:
             continue
-        got, decision = str(node.meta["val"].dtype)[6:], decided.get(key)
+        val: Any = first_tensor(node.meta["val"])
+        got, decision = str(val.dtype)[6:], decided.get(key)
         autocast, code = (got, "") if decision is None else (decision.autocast_dtype, decision.code)
         rows.append([key, ops.name(node), str(expected)[6:], autocast, got, code])
     return rows

@@ -2,8 +2,9 @@
 
 O0 has to be eager PyTorch to the bit. O1 has to have the forward values of `torch.autocast` to the bit, or a deviation
 that its plan names at the first node that differs; its gradients, and all of O2 and O3, are as close to FP32 as low
-precision allows (`runs.Allowed`), twice as far at O3, or as close to the model on low inputs. If an output has another
-dtype than the model's, that is a guess and no mismatch where a line of fxamp's log says so.
+precision allows (`runs.Allowed`), twice as far at O3, or as close to the model on low inputs; what is infinite in FP32
+may be the largest low number there. If an output has another dtype than the model's, that is a guess and no mismatch
+where a line of fxamp's log says so.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from passes.ops import ops
 
 from .alone import torch_alone
 from .first import Calls, Pair, Stopped, beside, first_difference
-from .own import Called, given_back, names_low, now_fp32, now_low, of_other_branches, with_dtypes
+from .own import Called, given_back, names_low, now_fp32, now_low, of_other_branches, unsaturated, with_dtypes
 from .runs import Allowed, Run, changed, gradients_differ, run, tensors, values_differ, without_fused_layers
 
 LEVELS = ("O0", "O1", "O2", "O3")
@@ -308,7 +309,7 @@ def _judge(found: Subject, got: Run, level: str, plan: fxamp.Plan | None, *, wid
             return Verdict(MISMATCH, why) if why else Verdict(OK)
     if not found.deterministic:
         return Verdict(OK)
-    why = found.allowed.too_far(got, level)
+    why = found.allowed.too_far(got if level == "O1" else unsaturated(got, found.plain, found.dtype), level)
     return Verdict(MISMATCH, why) if why else Verdict(OK)
 
 

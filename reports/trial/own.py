@@ -90,6 +90,18 @@ def with_dtypes(got: Run, of: Run, which: Sequence[int] | None = None) -> Run:
     return replace(got, outputs=outputs)
 
 
+def unsaturated(got: Run, plain: Run, low: torch.dtype) -> Run:
+    """Return a run whose largest numbers of the low dtype are infinite where the model's are.
+
+    From O2 on a downcast that autocast would not make keeps to the finite range of the low dtype.
+    """
+    outputs, largest = list(got.outputs), torch.finfo(low).max
+    for i, a, b in _pairs(got, plain):
+        if a.is_floating_point() and b.is_floating_point() and a.shape == b.shape:
+            outputs[i] = a.where((a.abs() != largest) | ~b.isinf() | (a.sign() != b.sign()), b.to(a.dtype))
+    return replace(got, outputs=outputs)
+
+
 def _pairs(got: Run, plain: Run) -> list[tuple[int, Tensor, Tensor]]:
     pairs = enumerate(zip(got.outputs, plain.outputs, strict=False))
     return [(i, a, b) for i, (a, b) in pairs if isinstance(a, Tensor) and isinstance(b, Tensor)]

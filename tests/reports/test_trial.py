@@ -28,9 +28,9 @@ from reports.trial import judge, samples
 from reports.trial.alone import Alone
 from reports.trial.generate import generate, runs
 from reports.trial.judge import LEVELS, Subject, judged
-from reports.trial.own import with_dtypes
+from reports.trial.own import unsaturated, with_dtypes
 from reports.trial.program import Line, Program
-from reports.trial.runs import Noise, Run
+from reports.trial.runs import Noise, Run, run
 from reports.trial.shrink import shrink
 from reports.trial.workers import Record, run_all
 from tests.support.front_ends import WARNINGS
@@ -318,6 +318,14 @@ def test_what_is_called_is_judged_by_what_torch_itself_makes_of_it(monkeypatch: 
     # No node of Dynamo's graph is in the converted one, where the op has another overload.
     kind, why = op_coverage.work("view fp32 plain op:pinv")["found"]["O1"]
     assert (kind, why.partition(" ")[0]) == ("deviation", "composite")
+
+
+def test_what_is_infinite_in_fp32_may_be_the_largest_low_number_from_o2_on() -> None:
+    plain, largest = torch.tensor([-torch.inf, torch.inf, torch.inf, 1.0]), torch.finfo(torch.bfloat16).max
+    got = torch.tensor([-largest, largest, -largest, largest])
+    found = run(nn.Identity(), nn.Identity(), (plain,))
+    made = unsaturated(replace(found, outputs=[got]), found, torch.bfloat16).outputs[0]
+    assert made.tolist() == [-torch.inf, torch.inf, -largest, largest]  # another sign, and a finite number, are wrong
 
 
 def test_a_model_of_a_library_is_compared_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
