@@ -1,10 +1,11 @@
 """Pass 4: drop or share inserted casts that change no value.
 
-There are six rewrites. All are exact in forward, and all but `share` in backward too. User casts are never touched:
+There are seven rewrites. All are exact in forward, and all but `share` in backward too. User casts stay as they are:
 
     no_op           to(x: bf16, bf16)                  ->  x
     round_trip      to(to(x: bf16, f32), bf16)         ->  x          (widening and back; never narrowing and back)
     share           a = to(x, bf16); b = to(x, bf16)   ->  b = a      (same grad mode, no write in between)
+    author          to(to(x: f32, bf16), bf16)         ->  to(x, bf16)   (the second one is the author's)
     promote         add(to(x: bf16, f32), y: f32)      ->  add(x, y)  (the kernel promotes)
     dtype_argument  sum(to(x: bf16, f32))              ->  sum(x, dtype=f32)
     share_storage   a = to(x, bf16); b = to(x, bf16)   ->  b = again(x, bf16, a)   (a large x that needs gradients)
@@ -62,6 +63,7 @@ class EliminateCasts:
             "no_op": _no_op(graph, assignment),
             "round_trip": _round_trip(graph, assignment),
             "share": _share(graph, assignment, self.share),
+            "author": _author(graph),
             "promote": _promote(graph, assignment),
             "dtype_argument": _dtype_argument(graph, assignment, self.device),
             "share_storage": _share_storage(graph, assignment, self.share, self.device),
@@ -89,6 +91,14 @@ def _round_trip(graph: Graph, assignment: Assignment) -> int:
         if not middle.users:
             graph.erase_node(middle)
     return edits
+
+
+def _author(graph: Graph) -> int:
+    """Drop casts that nothing but a cast of the author's to the same dtype reads."""
+    sole = [(c, *c.users, c.all_input_nodes[0]) for c in _inserted(graph) if len(c.users) == 1]
+    return sum(
+        _replace(graph, c, x) for c, user, x in sole if row_of(user).is_cast and literal_dtype(user) == c.args[1]
+    )
 
 
 def _share(graph: Graph, assignment: Assignment, mode: str) -> int:

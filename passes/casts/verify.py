@@ -154,9 +154,7 @@ class Emitted:
                 casts[node] = node
             elif node.op.startswith("call") and not casts.keys().isdisjoint(node.all_input_nodes) and may_alias(node):
                 bases = (casts[n] for n in shared_operands(node) if n in casts and not self._is_copied(n, node))
-                base = next(bases, None)
-                if base is not None:
-                    casts[node] = base
+                casts.update((node, base) for base in [*bases][:1])
         return casts
 
     def _is_copied(self, value: Node, node: Node) -> bool:
@@ -205,12 +203,8 @@ def _written_copy(emitted: Emitted, node: Node) -> Node | None:
 
 def _stale_copy(emitted: Emitted, node: Node) -> Node | None:
     """Illegal: v = view(to(x, bf16)); add_(x, y); relu(v), which the model runs on the sum."""
-    copies = emitted.copies
-    return _first(
-        n
-        for n in node.all_input_nodes
-        if n in copies and emitted.is_written_between(copies[n].args[0], copies[n], node)  # type: ignore[arg-type]
-    )
+    casts: dict[Node, Any] = {n: emitted.copies[n] for n in node.all_input_nodes if n in emitted.copies}
+    return _first(n for n, cast in casts.items() if emitted.is_written_between(cast.args[0], cast, node))
 
 
 def _missing_cast(emitted: Emitted, node: Node) -> Node | None:

@@ -75,13 +75,9 @@ def lookup(name: str, device: str, low: torch.dtype | None = None) -> tuple[Rule
     row = row_named(name)
     if not row.known:
         row = ("::" in name and _from_register_autocast(name, device, low)) or replace(UNKNOWN, name=name)
-    return row, _kind(row, device)
-
-
-def _kind(row: Rule, device: str) -> str:
-    """Return the kind of a row on a device; an op that this torch has not registered for it is not cast."""
     kind = row.kind(DEVICES[device].lists)
-    return PROMOTE if kind in (LOW, FP32) and (not is_of_this_torch(row) or row.name in _unlisted(device)) else kind
+    listed = is_of_this_torch(row) and row.name not in _unlisted(device)  # else this torch casts nothing there
+    return row, kind if listed or kind not in (LOW, FP32) else PROMOTE
 
 
 def is_of_this_torch(row: Rule) -> bool:

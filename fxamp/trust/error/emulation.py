@@ -230,8 +230,8 @@ class Emulation(Interpreter):
     def _seen(self, site: Site, value: Any, args: Any) -> Any:
         if not isinstance(value, Tensor) or value.dtype != torch.float32:
             return value
-        given = any(value is v for v in pytree.tree_leaves(args))
-        if given and not (site.rounds and (site.part == "cast" or row_of(site.node).is_cast)):
+        given, by_author = any(value is v for v in pytree.tree_leaves(args)), row_of(site.node).is_cast
+        if given and not (by_author and self._everywhere) and not (site.rounds and (site.part == "cast" or by_author)):
             return value
         return self._at(site, value.view_as(value) if given and not site.writes else value)
 

@@ -69,7 +69,7 @@ def _user_cast(state: State, site: Site) -> Colouring | None:
     named = intent.literal and note_of(node).cast != "autocast"
     number = 0.0 if named else state.extremes.constants.get(value.node, 0.0)
     if state.autocast or intent.dtype not in LOW_DTYPES or not literals.is_extreme(number, intent.dtype):
-        return Colouring(intent.dtype, "cast", intent.reason, set_dtype=changed)
+        return Colouring(intent.dtype, FOLLOW if intent.free else "cast", intent.reason, set_dtype=changed)
     if abs(number) != literals.FP32_MAX:
         why = Code.LITERAL("a number does not fit the low dtype")
         return Colouring(torch.float32, "cast", why, set_dtype=torch.float32)

@@ -34,11 +34,12 @@ _NOTHING = "under autocast the cast does nothing"
 
 @dataclass(frozen=True)
 class Intent:
-    """The dtype a user cast gives in the converted graph, whether it is literal, and why."""
+    """The dtype a user cast gives in the converted graph, whether it is literal, why, and whether it may be another."""
 
     dtype: torch.dtype | None
     literal: bool
     reason: Reason
+    free: bool = False
 
 
 def observed(graph: Graph) -> Iterator[Node]:
@@ -89,7 +90,8 @@ def meaning(
     if note_of(node).cast == "autocast":
         under = note_of(node).read or baked
         why = _NOTHING if under == operand == torch.float32 else "the dtype that it has under autocast"
-        return Intent(under, why != _NOTHING, Code.CAST(why))
+        free = not exact and under in LOW_DTYPES and baked == torch.float32 == original.get(value)
+        return Intent(under, why != _NOTHING and not free, Code.CAST(why), free)
     kind = note_of(node).cast or ("literal" if node.op == "call_method" else "")  # the name of a method tells
     floats = baked.is_floating_point and is_floating(original.get(value))
     if not floats or not isinstance(operand, torch.dtype):
@@ -101,7 +103,7 @@ def meaning(
         return Intent(baked, True, Code.CAST("your code names this dtype"))
     restored = None if exact and observed is not None else _restores(node, original, dtypes)
     if observed is not None:
-        return Intent(restored or observed, False, Code.CAST(_NOTHING))
+        return Intent(restored or observed, False, Code.CAST(_NOTHING), restored is not None)
     return Intent(restored or operand, False, Code.USER_CAST("intent unknown: it keeps its operand's dtype"))
 
 

@@ -110,8 +110,8 @@ def _recoloured(
         if colouring.kind == LOW:
             why = Code.NOT_WORTH_CASTS("on this device it takes longer in low, counting its casts")
         placed = replace(placed, dtype=side, reason=why)
-    reference = dtype_reference(node)
-    if reference is not None and any(dtypes[n] != before[n] for n in (node, reference)):
+    reference, relative = dtype_reference(node), node in uses.free and row_of(node).is_cast
+    if relative or (reference is not None and any(dtypes[n] != before[n] for n in (node, reference))):
         placed = replace(placed, set_dtype=first_float(dtypes[node]))  # the dtype that it follows has changed
     return placed
 

@@ -69,8 +69,8 @@ class ByteCosts:
         return (self.launch + 6 * numel(node.meta.get("val"))) * (2 if node in self.grad else 1)
 
     def run(self, node: Node, size: int) -> int:
-        """Return the bytes of running an op on elements of `size` bytes; a view moves nothing."""
-        if row_of(node).view or makes_view(node):
+        """Return the bytes of running an op on elements of `size` bytes; a view moves nothing, a cast is no op."""
+        if row_of(node).view or makes_view(node) or row_of(node).is_cast:
             return 0
         moved = numel(node.meta.get("val")) + sum(numel(o.node.meta.get("val")) for o in ops.operands(node))
         backward = 2 if node in self.grad and not row_of(node).free_backward else 0
@@ -88,7 +88,7 @@ class MeasuredCosts(ByteCosts):
 
     def price(self, runs: Sequence[Run], casts: Sequence[Node]) -> tuple[list[int], list[int]]:
         """Time every distinct call once and return the nanoseconds of each."""
-        run_calls = [None if makes_view(r.node) else self._run_call(r) for r in runs]
+        run_calls = [None if makes_view(r.node) or row_of(r.node).is_cast else self._run_call(r) for r in runs]
         cast_calls = [self._cast_call(n) for n in casts]
         times = self.timer(list(dict.fromkeys(c for c in (*run_calls, *cast_calls) if c is not None)))
         unknown = {r.node for r, c in zip(runs, run_calls, strict=True) if c not in times}  # in either dtype

@@ -78,7 +78,7 @@ def _is_open(c: _Candidate) -> bool:
         and not ops.name(node).endswith("_")
         and note_of(node).region is None
         and not c.colouring.literals
-        and literal_dtype(node) is None
+        and (literal_dtype(node) is None or c.row.is_cast)
         # It runs in one of the two dtypes, and gives and reads floats of these.
         and c.colouring.dtype in either
         and all(d in either for d in c.dtypes if not isinstance(d, tuple))

@@ -153,8 +153,8 @@ def price(problem: Problem, uses: Uses, costs: ByteCosts, penalties: Penalties |
 
 
 def _rounds(node: Node) -> bool:
-    """Say whether an op rounds its result; an op that only moves values does not."""
-    return row_of(node).commutes == ""
+    """Say whether an op rounds a result of its own: one that only moves values does not, nor does a cast."""
+    return row_of(node).commutes == "" and not row_of(node).is_cast
 
 
 def _returned(uses: Uses) -> set[Node]:

@@ -25,7 +25,10 @@ def eliminate(gm: GraphModule, share: str = "always") -> dict[str, int]:
 
 
 def fired(**rules: int) -> dict[str, int]:
-    return dict.fromkeys(["no_op", "round_trip", "share", "promote", "dtype_argument", "share_storage"], 0) | rules
+    return (
+        dict.fromkeys(["no_op", "round_trip", "share", "author", "promote", "dtype_argument", "share_storage"], 0)
+        | rules
+    )
 
 
 # Graphs on which a rule fires: what it is given, what it makes of that, and the rule.
@@ -43,6 +46,22 @@ GOES: dict[str, tuple[str, str, str]] = {
         return relu
         """,
         "no_op",
+    ),
+    "a cast that only the author's cast to its dtype reads goes": (
+        """
+        x: f32[2, 3]
+        cast: bf16[2, 3] = cast(x, bf16)
+        again: bf16[2, 3] = to.dtype(cast, bf16)
+        relu: bf16[2, 3] = relu(again)
+        return relu
+        """,
+        """
+        x: f32[2, 3]
+        again: bf16[2, 3] = to.dtype(x, bf16)
+        relu: bf16[2, 3] = relu(again)
+        return relu
+        """,
+        "author",
     ),
     "widening and back goes": (
         """

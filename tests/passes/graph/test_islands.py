@@ -128,7 +128,8 @@ def colours(module: Any, start: int = 1, stop: int = -3) -> dict[str, set[str]]:
 def activation_casts(module: Any) -> list[torch.dtype]:
     """Return the dtypes that values other than parameters are cast to, by fxamp or the user, in order."""
     to = [n for n in module.graph.nodes if n.op.startswith("call") and ops.name(n) in ("to", "type_as")]
-    return [n.meta["val"].dtype for n in to if n.args[0].op != "get_attr"]
+    made = [(n.args[0], n.meta["val"].dtype) for n in to if n.args[0].op != "get_attr"]
+    return [dtype for value, dtype in made if value.meta["val"].dtype != dtype]
 
 
 @every_norm(("bf16",), "low", "fp16")
@@ -212,6 +213,21 @@ def test_a_stack_of_the_norms_of_transformers_has_one_cast_in_and_one_out_each(n
     products = [d.colour for d in decisions if d.op == "mul"]
     assert products == ["float32", str(dtype).removeprefix("torch.")] * 2
     assert activation_casts(*fxamp.graphs(module)) == [dtype, *[torch.float32, dtype] * 2, torch.float32]
+
+
+@both_dtypes
+def test_a_norm_between_a_product_and_fp32_is_not_brought_down_in_between(low: str) -> None:
+    """Autocast casts down for the author's cast, and up for the weight: from O2 on FP32 stays what it is."""
+    torch.manual_seed(0)
+    model = Layers(lambda self, x: torch.softmax(self.norm(self.l(x)), -1), l=nn.Linear(64, 64), norm=LlamaNorm())
+    of = {level: fxamp.convert(model, (inputs(),), policy=f"{level},dtype={low}") for level in ("O1", "O2")}
+    o1, o2 = (activation_casts(*fxamp.graphs(view)) for view in of.values())
+    dtype = fxamp.plan_of(of["O2"]).policy.dtype
+    assert o1 == [dtype, torch.float32, dtype]  # the weight, which is FP32, promotes
+    assert o2 == [dtype, torch.float32]
+    fp32 = model(inputs())
+    errors = {level: (view(inputs()) - fp32).norm().item() for level, view in of.items()}
+    assert errors["O2"] < errors["O1"]
 
 
 @both_dtypes

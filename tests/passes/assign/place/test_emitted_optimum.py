@@ -37,7 +37,7 @@ from passes.assign.place.cut import Problem, Variable, solve
 from passes.assign.place.problem import Uses, _returned
 from passes.contract.policy import Policy
 from passes.graph.grad import requires_grad
-from passes.graph.notes import is_inserted
+from passes.graph.notes import is_inserted, note
 from passes.graph.values import Inference, is_floating
 from passes.ops import ops
 from passes.ops.facts import absorbs_cast
@@ -50,9 +50,12 @@ MOST = 10  # free nodes of a graph, all of whose placements are emitted
 
 
 class Draw:
-    """A random graph over matrices of one size: products, elementwise ops, norms, sums, comparisons and joins."""
+    """A random graph over matrices of one size: products, elementwise ops, norms, sums, comparisons and joins.
 
-    def __init__(self, seed: int) -> None:
+    With `reads`, also casts to a dtype that the author's code reads, which is low under autocast.
+    """
+
+    def __init__(self, seed: int, *, reads: bool = False) -> None:
         self.rng, self.builder = random.Random(seed), Builder()
         self.rows = self.rng.choice([16, 512, 4096])
         self.columns = 256
@@ -60,6 +63,7 @@ class Draw:
         self.values = [self.builder.input(f"x{i}", (self.rows, self.columns)) for i in range(2)]
         self.values.append(self.product(self.values[0]))
         moves = [self.product, self.one, self.one, self.two, self.two, self.two, self.norm, self.chosen, self.summed]
+        moves += [self.restored] * 3 if reads else []
         for _ in range(self.rng.randrange(4, 11)):
             self.values.append(self.rng.choice(moves)(self.rng.choice(self.values[-4:])))
 
@@ -88,6 +92,11 @@ class Draw:
 
     def summed(self, x: Node) -> Node:
         return self.call(aten.mul.Tensor, x, self.call(aten.sum.dim_IntList, x, [-1], True))
+
+    def restored(self, x: Node) -> Node:
+        made = self.call(aten.to.dtype, x, torch.float32)
+        note(made, cast="autocast", read=torch.bfloat16)
+        return made
 
     def module(self) -> GraphModule:
         return self.builder.finish(self.values[-1], *self.rng.sample(self.values[2:-1], self.rng.randrange(2)))
@@ -181,7 +190,8 @@ def moved(gm: GraphModule, free: tuple[str, ...], plain: frozenset[str] = frozen
     costs, total = ByteCosts("cpu", grad), 0
     for node in gm.graph.nodes:
         value = node.meta.get("val")
-        if node.op == "call_function" and is_inserted(node):
+        read = row_of(node).is_cast and node.name in free and node.args[0].meta["val"].dtype != value.dtype
+        if node.op == "call_function" and (is_inserted(node) or read):
             of_both = costs.cast(node.args[0])
             total += of_both // 2 if node.target is again else of_both  # what shares a storage casts the gradient only
         elif node.name in free:
@@ -211,9 +221,9 @@ class Result:
     mixed: bool
 
 
-def judged(seed: int, level: str = "O2") -> Result | None:
+def judged(seed: int, level: str = "O2", *, reads: bool = False) -> Result | None:
     policy = Policy(level, dtype=torch.bfloat16, device="cpu")
-    gm = Draw(seed).module()
+    gm = Draw(seed, reads=reads).module()
     found = posed(gm, policy)
     if found is None or len(found.free) > MOST:
         return None
@@ -233,11 +243,12 @@ def judged(seed: int, level: str = "O2") -> Result | None:
 TRIED = {"always": 260, "weights": 213, "never": 213, "large storage": 213, "storage": 213}
 
 
+@pytest.mark.parametrize("reads", [False, True])
 @pytest.mark.parametrize("mode", TRIED)
-def test_the_cut_moves_what_the_best_placement_moves(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cut_moves_what_the_best_placement_moves(mode: str, reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Policy, "sharing", mode)
     monkeypatch.setattr(sys.modules[__name__], "MOST", 6)  # free nodes: each more doubles the placements
-    results = [r for seed in range(10) if (r := judged(seed)) is not None]
+    results = [r for seed in range(10) if (r := judged(seed, reads=reads)) is not None]
     assert len(results) > 3
     assert [r for r in results if r.chosen != r.best] == []
 
