@@ -51,7 +51,8 @@ from reports.made import made, sentence  # noqa: E402
 from reports.plot import scatter  # noqa: E402
 from reports.zoo import BY_NAME as ZOO  # noqa: E402
 
-SEED, EXAMPLES, SEEN, OTHERS, TUNED_ON = 34, 4, 3, 8, 6
+SEED, EXAMPLES, SEEN, OTHERS, TUNED_ON = 34, 4, 3, 8, 24
+UNSEEN = 16  # batches that a plan is measured on, beside those that it was tuned on
 LEVELS = ("O1", "O2")
 TUNED, MIXED, FIXED, TRAINED = 17, 18, 20, ("zoo:gpt", "zoo:hf_vit", "zoo:resnet18")  # how many models, and which
 CURVES = ("zoo:hf_bert", "zoo:hf_gpt2", "zoo:hf_vit", "zoo:hf_llama", "zoo:hf_t5", "zoo:hf_resnet")
@@ -79,7 +80,7 @@ def given(name: str) -> tuple[nn.Module, Any, Callable[[int], Any]]:
         args, kwargs = zoo.inputs(count)
         return kwargs or (args[0] if len(args) == 1 else args)
 
-    return zoo.build().train(), zoo.loss, lambda seed: inputs(EXAMPLES + seed % 20)
+    return zoo.build().train(), zoo.loss, lambda seed: inputs(EXAMPLES + seed % 40)
 
 
 def _loss(output: Any) -> Tensor:
@@ -146,7 +147,7 @@ def _train(model: nn.Module, loss: Any, batch: Callable[[int], Any], steps: int)
 def tuned(name: str, times: float | None) -> Row:
     """Tune one model at a multiple of autocast's error (None: at 0.02), and measure on batches that it did not see."""
     model, loss, batch = given(name)
-    seen, others = (_pairs(batch(at + i) for i in range(n)) for at, n in ((0, TUNED_ON), (TUNED_ON, OTHERS)))
+    seen, others = (_pairs(batch(at + i) for i in range(n)) for at, n in ((0, TUNED_ON), (TUNED_ON, UNSEEN)))
     policies = ("autocast,dtype=bf16", "O1,dtype=bf16")
     found = fxamp.verify(model, batches=others, loss=loss, policies=policies)
     autocast, o1 = (found[p] for p in policies)
@@ -538,7 +539,7 @@ def _tuned(rows: Sequence[Row]) -> str:
     kept = [sum(r["tuned"][0] <= r["autocast"][0] * f for r in done) for f in (1.0, 1.02, 1.1)]
     fewer = [sum(r["tuned"][i] <= min(r["autocast"][i], r["o1"][i]) for r in done) for i in (1, 2)]
     said = (
-        f"Tuned on {TUNED_ON} batches. Errors are RMS over parameters, on {OTHERS} batches that tune did not see: at "
+        f"Tuned on {TUNED_ON} batches. Errors are RMS over parameters, on {UNSEEN} batches that tune did not see: at "
         f"most autocast's on {kept[0]} of {len(done)}, at most 1.02 times it on {kept[1]}, 1.1 times on {kept[2]}. "
         f"Casts, those that restore an output apart, are at most those of autocast and of O1 on {fewer[0]}, their "
         f"bytes on {fewer[1]}."
@@ -574,7 +575,7 @@ def _fixed(rows: Sequence[Row]) -> str:
     done = [r for r in rows if "tuned" in r]
     kept = sum(r["tuned"][0] <= 0.02 for r in done)
     said = (
-        f"On {OTHERS} batches that tune did not see, {kept} of {len(done)} plans are within 0.02; for "
+        f"On {UNSEEN} batches that tune did not see, {kept} of {len(done)} plans are within 0.02; for "
         f"{len(rows) - len(done)} models tune finds none, and says which is nearest."
     )
     return f"{tabulate(cells, head, 'pipe', disable_numparse=True)}\n\n{said}"

@@ -31,8 +31,9 @@ from .runs import AUTOCAST, Subject
 from .verify import measured
 
 _LOSS, _GRADIENT = 0.2, 0.8  # the parts of both errors in what is charged
-_MARGIN = 1.02  # by which a prediction has to be within the tolerance: other batches move errors by about as much
-_STEPS = 5  # of the bisection
+_MARGIN = 1.02  # by which a prediction has to be within the tolerance
+_DRAW = 0.05  # what one batch is off, as a part of the error that is measured
+_STEPS, _CUTS = 5, 3  # of a bisection; how many cuts are measured
 
 
 def tune(
@@ -55,8 +56,9 @@ def tune(
             output's `.loss`, or a 0-dim output.
         batches: Inputs, or pairs (inputs, target), in the place of `inputs`. The more, the less the plan fits one.
         tolerance: The largest error, such as 0.02; "autocast" is that of `torch.autocast`, measured beside. A plan has
-            to be within it as measured, and as predicted with a margin of 2 %: on a few batches an error is one draw.
-            O1, which has autocast's values, is within "autocast"; all others need the margin as measured too.
+            to be within it as measured, and as predicted with a margin of 2 %. O1, which has autocast's values, is
+            within "autocast"; all others need a margin as measured too, since on few batches an error is one draw: 5 %
+            over the root of their number.
         policy: Its dtype, device and overrides hold; None is that of the view, else "O2".
 
     Returns:
@@ -107,11 +109,12 @@ class _Search:
         asked = subject.policy(str(own if policy is None else Policy.of(policy)))
         self._subject = subject
         self._base, self._o1 = replace(asked, level=Level.O2), replace(asked, level=Level.O1)
-        sharing = dict.fromkeys((self._o1.share_casts, self._o1.share_casts or "storage"))
+        sharing = dict.fromkeys((asked.share_casts, asked.share_casts or "storage"))  # the latter sums in FP32
         self._exact = [str(replace(self._o1, share_casts=share)) for share in sharing]  # autocast's values
+        self._bases = [replace(self._base, share_casts=share) for share in sharing]
         low = {torch.float16: "fp16", torch.bfloat16: "bf16"}[asked.dtype or torch.bfloat16]
         self._autocast = f"{AUTOCAST},dtype={low}"
-        self._cuts: list[_Cut] = []
+        self._cuts: dict[str, _Cut] = {}
 
     def plan(self, tolerance: float | str) -> Plan:
         """Return the plan."""
@@ -124,8 +127,8 @@ class _Search:
             raise PolicyError("torch.autocast itself is not finite here: give a tolerance, or see fxamp.find_overflow.")
         if limit <= floor:
             raise PolicyError(f"tolerance={limit:.2g} is not above the error of FP32 itself, {floor:.2g}.")
-        predicted = self._search(errors, limit)
-        as_measured = _MARGIN if tolerance == AUTOCAST else 1.0
+        as_measured = 1 + _DRAW / len(self._subject.given.batches) ** 0.5 if tolerance == AUTOCAST else 1.0
+        predicted = self._search(errors, limit, limit / as_measured)
         within = [
             e for e in errors.values()
             if max(e.per_parameter * as_measured, predicted.get(e.policy, e.per_parameter) * _MARGIN) <= limit
@@ -139,53 +142,56 @@ class _Search:
         limit = max(limit, best.per_parameter)
         return self._certified(best, limit, predicted.get(best.policy), len(self._subject.given.batches), errors)
 
-    def _search(self, errors: dict[str, Errors], limit: float) -> dict[str, float]:
-        """Measure the cut that is predicted to be within a limit, and once more where it is not; return predictions."""
-        o1, base = errors[str(self._o1)].per_parameter, str(self._base)
+    def _search(self, errors: dict[str, Errors], limit: float, as_measured: float) -> dict[str, float]:
+        """Measure the cut that is predicted to be within a limit, and another where it is not; return predictions."""
+        o1, o2 = errors[str(self._o1)].per_parameter, str(self._base)
         if not o1:
             return {}
-        charged = Charges(self._subject, base, str(self._o1))
-        predicted, aim = {base: o1 * charged.predicted(base) ** 0.5}, limit / _MARGIN
-        if predicted[base] <= aim and errors[base].per_parameter <= limit:
+        charged = Charges(self._subject, o2, str(self._o1))
+        predicted, aim = {o2: o1 * charged.predicted(o2) ** 0.5}, limit / _MARGIN
+        if predicted[o2] <= aim and errors[o2].per_parameter <= limit:
             return predicted  # O2 is where all charges are zero: no cut casts less
-        for _ in range(2):
-            cut = self._bisect(charged, (aim / o1) ** 2)
-            if cut is None or cut.name in errors:
-                break
-            errors[cut.name] = found = measured(self._subject, (cut.name,))[cut.name]
-            predicted[cut.name] = o1 * cut.square**0.5
-            if found.per_parameter <= limit:
-                break
-            aim *= limit / found.per_parameter * 0.99
+        for base in self._bases:
+            within = aim
+            for _ in range(_CUTS):
+                cut = self._bisect(charged, base, (within / o1) ** 2)
+                if cut is None or cut.name in errors:
+                    break
+                errors[cut.name] = found = measured(self._subject, (cut.name,))[cut.name]
+                predicted[cut.name] = o1 * cut.square**0.5
+                if found.per_parameter > as_measured:
+                    within = min(within * as_measured / found.per_parameter * 0.99, predicted[cut.name] * 0.999)
+                elif (found.cast_bytes or 0) < min(errors[name].cast_bytes or 0 for name in self._exact):
+                    return predicted
+                else:
+                    break  # what has autocast's values casts fewer bytes
         return predicted
 
-    def _bisect(self, charged: Charges, aim: float) -> _Cut | None:
+    def _bisect(self, charged: Charges, base: Policy, aim: float) -> _Cut | None:
         """Return the cut of the smallest lambda that is predicted to be within an aim; None where none is."""
-        low, high = -2.0, 2.0
+        low, high = -2.0, 3.0
         for _ in range(_STEPS):
             middle = (low + high) / 2
-            if self._cut(charged, 10**middle).square <= aim:
+            if self._cut(charged, base, 10**middle).square <= aim:
                 high = middle
             else:
                 low = middle
-        within = [cut for cut in self._cuts if cut.square <= aim]
+        within = [cut for cut in self._cuts.values() if cut.name.startswith(f"{base} ") and cut.square <= aim]
         return min(within, key=lambda cut: cut.weight) if within else None
 
-    def _cut(self, charged: Charges, weight: float) -> _Cut:
+    def _cut(self, charged: Charges, base: Policy, weight: float) -> _Cut:
         """Return the cut of a lambda, made once; lambda is in units of the bytes that O1 casts."""
-        known = next((cut for cut in self._cuts if cut.weight == weight), None)
-        if known is not None:
-            return known
-        view = self._subject.converted(self._base)
+        name = f"{base} with {weight:.4g} of error"
+        if name in self._cuts:
+            return self._cuts[name]
+        view = self._subject.converted(base)
         scale = weight * charged.bytes
         runner_of(view).penalties = Penalties(
             {key: scale * v for key, v in charged.values.items()}, {key: scale * v for key, v in charged.casts.items()}
         )
-        name = f"{self._base} with {weight:.4g} of error"
-        self._subject.add(name, self._base, view)
-        cut = _Cut(name, weight, charged.predicted(name))
-        self._cuts.append(cut)
-        return cut
+        self._subject.add(name, base, view)
+        self._cuts[name] = _Cut(name, weight, charged.predicted(name))
+        return self._cuts[name]
 
     def _certified(
         self, best: Errors, limit: float, predicted: float | None, batches: int, errors: Mapping[str, Errors]
