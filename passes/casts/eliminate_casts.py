@@ -96,9 +96,7 @@ def _round_trip(graph: Graph, assignment: Assignment) -> int:
 def _author(graph: Graph) -> int:
     """Drop casts that nothing but a cast of the author's to the same dtype reads."""
     sole = [(c, *c.users, c.all_input_nodes[0]) for c in _inserted(graph) if len(c.users) == 1]
-    return sum(
-        _replace(graph, c, x) for c, user, x in sole if row_of(user).is_cast and literal_dtype(user) == c.args[1]
-    )
+    return sum(_replace(graph, c, x) for c, u, x in sole if row_of(u).is_cast and literal_dtype(u) == c.args[1])
 
 
 def _share(graph: Graph, assignment: Assignment, mode: str) -> int:

@@ -203,8 +203,8 @@ def _written_copy(emitted: Emitted, node: Node) -> Node | None:
 
 def _stale_copy(emitted: Emitted, node: Node) -> Node | None:
     """Illegal: v = view(to(x, bf16)); add_(x, y); relu(v), which the model runs on the sum."""
-    casts: dict[Node, Any] = {n: emitted.copies[n] for n in node.all_input_nodes if n in emitted.copies}
-    return _first(n for n, cast in casts.items() if emitted.is_written_between(cast.args[0], cast, node))
+    casts = {n: emitted.copies[n] for n in node.all_input_nodes if n in emitted.copies}
+    return _first(n for n, c in casts.items() if emitted.is_written_between(c.all_input_nodes[0], c, node))
 
 
 def _missing_cast(emitted: Emitted, node: Node) -> Node | None:
