@@ -79,8 +79,8 @@ def work(case: str) -> Found:
 
 
 def _settled(verdict: Verdict, deterministic: bool) -> list[str]:
-    """Say why fxamp refuses what it refuses."""
-    if verdict.kind == REFUSED and not deterministic:
+    """Say why fxamp refuses what it refuses; of memory that nobody wrote its check may find other numbers."""
+    if verdict.kind in (REFUSED, MISMATCH) and not deterministic:
         return [RANDOM, verdict.why]
     if verdict.kind == REFUSED and "bans" in verdict.why:
         return [BANNED, verdict.why]

@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 import fxamp
 from passes._torch import FakeTensorMode, pytree
+from passes.contract.reasons import DEVIATIONS
 from passes.graph.notes import is_inserted, note_of
 from passes.graph.values import keys
 from passes.ops import ops
@@ -100,7 +101,7 @@ def dtypes_under_cuda(
 
 
 def rows_of(module: torch.nn.Module, plan: fxamp.Plan, dtypes: dict[str, torch.dtype]) -> list[list[str]]:
-    """Return a row for each node whose first tensor has a floating dtype, as `dtypes_under_cuda` does.
+    """Return a row for each node of floating dtype, and for deviations with several results; as `dtypes_under_cuda`.
 
     Args:
         module: a converted graph.
@@ -116,5 +117,7 @@ def rows_of(module: torch.nn.Module, plan: fxamp.Plan, dtypes: dict[str, torch.d
         val: Any = first_tensor(node.meta["val"])
         got, decision = str(val.dtype)[6:], decided.get(key)
         autocast, code = (got, "") if decision is None else (decision.autocast_dtype, decision.code)
+        if not isinstance(node.meta["val"], Tensor) and code not in DEVIATIONS:
+            continue
         rows.append([key, ops.name(node), str(expected)[6:], autocast, got, code])
     return rows

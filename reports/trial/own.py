@@ -97,7 +97,8 @@ def unsaturated(got: Run, plain: Run, low: torch.dtype) -> Run:
     """
     outputs, largest = list(got.outputs), torch.finfo(low).max
     for i, a, b in _pairs(got, plain):
-        if a.is_floating_point() and b.is_floating_point() and a.shape == b.shape:
+        strided = a.layout is b.layout is torch.strided
+        if strided and a.is_floating_point() and b.is_floating_point() and a.shape == b.shape:
             outputs[i] = a.where((a.abs() != largest) | ~b.isinf() | (a.sign() != b.sign()), b.to(a.dtype))
     return replace(got, outputs=outputs)
 
