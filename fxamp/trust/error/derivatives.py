@@ -25,7 +25,7 @@ from ..given_step import Batch
 from ..tensors import dense
 from .emulation import Place, Site
 from .report import living, squared
-from .rounding import nearest, rounded, ulp
+from .rounding import error, rounded, ulp
 from .runs import Ran, Subject
 
 _LOOKED_AT = 2  # batches
@@ -160,7 +160,7 @@ class Derivatives:
         value, gradient = t / 2 + t0 / 2, (g + g0) / 2
         along = torch.where(t == t0, 0.0, t - t0)  # a mask's infinity is the same on both sides
         forward, backward = ulp(value, self._low), ulp(gradient.contiguous() * scale, self._low) / scale
-        forward.mul_(nearest(value, self._low) != value)  # masks are held as they are
+        forward.mul_(error(value, self._low) != 0)  # masks are held as they are
         if at[-1] == "scores":
             forward.zero_()  # they round in backward alone
         sums = (gradient * forward, (g - g0) * forward / (2 * step), along * backward / (2 * step))

@@ -41,6 +41,12 @@ def nearest(values: Tensor, low: torch.dtype) -> Tensor:
     return values.to(low).float()
 
 
+def error(values: Tensor, low: torch.dtype) -> Tensor:
+    """Return by how much a low dtype moves FP32 values: not at all the largest one, for which masks have its own."""
+    near = nearest(values, low)
+    return near.sub(values).masked_fill_((near == values) | (values.abs() == torch.finfo(torch.float32).max), 0.0)
+
+
 def stochastic(values: Tensor, low: torch.dtype, generator: torch.Generator) -> Tensor:
     """Return FP32 values rounded at random to their neighbours in a low dtype; those that it holds stay as they are.
 

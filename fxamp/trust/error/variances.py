@@ -28,7 +28,7 @@ from passes.ops.rules import row_of
 
 from ..given_step import Batch
 from .emulation import Decides, Place, Site
-from .rounding import BITS, blocks, nearest, power
+from .rounding import BITS, blocks, error, power
 from .runs import Ran, Subject
 
 _NOTHING = (0.0,) * 5  # V, S, L, lost updates and all updates of a place that no gradient comes to
@@ -228,12 +228,12 @@ class Sums:
         for low in self._lows[place]:
             found = self._found.setdefault(low, {})
             for t, g, *terms in blocks(held, grad, *read):
-                error = nearest(t, low).sub_(t)
+                off = error(t, low)
                 unit = power(t, low)
                 lost = _lost(t, g, terms, unit, low) if terms else torch.zeros(3, device=g.device)
-                moved = unit.mul_(g).mul_(error != 0)  # masks and zeros are held as they are
+                moved = unit.mul_(g).mul_(off != 0)  # masks and zeros are held as they are
                 variance = torch.linalg.vector_norm(moved).square() * (4.0 ** -BITS[low] / 12)
-                sums = torch.cat((torch.stack((variance, error.mul_(g).sum())), lost))
+                sums = torch.cat((torch.stack((variance, off.mul_(g).sum())), lost))
                 found[place] = sums if place not in found else found[place] + sums
 
     def end(self) -> None:
