@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fxamp
 from fxamp.trust.error.emulation import Site
-from fxamp.trust.error.rounding import nearest, stochastic, ulp
+from fxamp.trust.error.rounding import error, nearest, stochastic, ulp
 from fxamp.trust.error.runs import POLICIES, Subject
 from fxamp.trust.error.variances import Unrounded, moved_by
 from fxamp.trust.given_step import GivenStep, given_step
@@ -41,6 +41,32 @@ def test_stochastic_rounding_is_right_on_average_and_keeps_what_fits(low: torch.
     beyond = stochastic(torch.tensor([float("inf"), float("nan")]), low, generator)
     assert beyond[0] == float("inf")
     assert beyond.isnan()[1]
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_masks_are_not_rounded(low: torch.dtype) -> None:
+    lowest = torch.finfo(torch.float32).min
+    assert error(torch.tensor([lowest, -lowest, -torch.inf, torch.inf, 0.0, 1.5]), low).tolist() == [0.0] * 6
+    assert error(torch.tensor([1 + 2.0**-12]), low).tolist() == [-(2.0**-12)]
+
+
+def test_a_row_that_is_masked_whole_makes_no_infinite_error() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.k, self.v = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.bias = nn.Parameter(torch.randn(4, 4))  # FP32, so that at O1 scores are
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            scores = (self.k(x) @ x.mT + self.bias).masked_fill(mask, torch.finfo(torch.float32).min)
+            return (torch.softmax(scores, -1) @ self.v(x)).square().mean()
+
+    torch.manual_seed(0)
+    mask = torch.zeros(4, 4, dtype=torch.bool)
+    mask[1] = True
+    given = torch.randn(2, 4, 8), mask
+    found = fxamp.estimate_error(Masked(), given, policies=("O1", "O2"))
+    assert all(0 < e.loss < 0.1 for e in found.policies)
 
 
 @pytest.mark.parametrize("name", ["resnet18", *matrix("hf_bert", "hf_t5")])
