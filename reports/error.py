@@ -52,7 +52,7 @@ from reports.plot import scatter  # noqa: E402
 from reports.zoo import BY_NAME as ZOO  # noqa: E402
 
 SEED, EXAMPLES, SEEN, OTHERS, TUNED_ON = 34, 4, 3, 8, 24
-UNSEEN = 16  # batches that a plan is measured on, beside those that it was tuned on
+UNSEEN = 36  # batches that a plan is measured on, beside those that it was tuned on
 LEVELS = ("O1", "O2")
 TUNED, MIXED, FIXED, TRAINED = 17, 18, 20, ("zoo:gpt", "zoo:hf_vit", "zoo:resnet18")  # how many models, and which
 CURVES = ("zoo:hf_bert", "zoo:hf_gpt2", "zoo:hf_vit", "zoo:hf_llama", "zoo:hf_t5", "zoo:hf_resnet")
@@ -80,7 +80,7 @@ def given(name: str) -> tuple[nn.Module, Any, Callable[[int], Any]]:
         args, kwargs = zoo.inputs(count)
         return kwargs or (args[0] if len(args) == 1 else args)
 
-    return zoo.build().train(), zoo.loss, lambda seed: inputs(EXAMPLES + seed % 40)
+    return zoo.build().train(), zoo.loss, lambda seed: inputs(EXAMPLES + seed % 60)
 
 
 def _loss(output: Any) -> Tensor:
