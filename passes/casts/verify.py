@@ -225,8 +225,6 @@ def _missing_cast(emitted: Emitted, node: Node) -> Node | None:
 
 def _cast_statistics(emitted: Emitted, node: Node) -> Node | None:
     """Illegal: batch_norm(x, w, b, to(mean, bf16), var, ...): the kernel takes FP32 statistics beside a low x."""
-    if not row_of(node).uncast:
-        return None
     original = emitted.assignment.original
     return _first(
         o.node

@@ -22,8 +22,9 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
+from passes.contract.policy import dtype_name
 from passes.graph.notes import is_inserted
-from passes.graph.values import dtypes_of, module_path
+from passes.graph.values import dtypes_of, literal_dtype, module_path
 from passes.ops import ops
 from passes.ops.rules import row_named
 
@@ -153,7 +154,10 @@ class _Writer:
     def _kept(self, node: Node, unit: _Unit) -> None:
         self._casts(unit, module_path(node))
         old, now = _dtype(node), _dtype(unit.nodes[-1])
-        known = node.meta.get("val") is not None
+        named = literal_dtype(node) if node.op.startswith("call") and row_named(_label(node)).is_cast else None
+        if named is not None and old in (now, "None"):  # read by the author's code under autocast, it may come out FP32
+            old = dtype_name(named)
+        known = node.meta.get("val") is not None or named is not None
         changed = node.op.startswith("call") and (old != now if known else now in LOW)
         line = _written(node)
         if changed:

@@ -231,7 +231,8 @@ class Emulation(Interpreter):
         if not isinstance(value, Tensor) or value.dtype != torch.float32:
             return value
         given, by_author = any(value is v for v in pytree.tree_leaves(args)), row_of(site.node).is_cast
-        if given and not (by_author and self._everywhere) and not (site.rounds and (site.part == "cast" or by_author)):
+        rounds = site.rounds and (site.part == "cast" or by_author)
+        if given and not rounds and not (by_author and self._everywhere and torch.is_grad_enabled()):
             return value
         return self._at(site, value.view_as(value) if given and not site.writes else value)
 

@@ -137,7 +137,7 @@ class _Search:
             exact = (errors[name] for name in self._exact)  # but for deviations: taken where none casts less
             within += [e for e in exact if e.per_parameter <= autocast * _MARGIN and e not in within]
         if not within:
-            raise PolicyError(_nothing_keeps(limit, errors.values()))
+            raise PolicyError(_nothing_keeps(limit, errors.values(), predicted))
         best = min(within, key=lambda e: (e.cast_bytes or 0, e.casts or 0))
         limit = max(limit, best.per_parameter)
         return self._certified(best, limit, predicted.get(best.policy), len(self._subject.given.batches), errors)
@@ -218,12 +218,15 @@ def _short(name: str) -> str:
     return name.partition(",")[0] + ("".join(name.partition(" with")[1:]))
 
 
-def _nothing_keeps(limit: float, errors: Iterable[Errors]) -> str:
-    near = min(errors, key=lambda e: e.per_parameter)
+def _nothing_keeps(limit: float, errors: Iterable[Errors], predicted: Mapping[str, float]) -> str:
+    near = min(errors, key=lambda e: max(e.per_parameter, predicted.get(e.policy, 0.0)))
+    error = f"{near.per_parameter:.3g}"
+    if near.policy in predicted:
+        error += f" measured and {predicted[near.policy]:.3g} predicted"
     return (
-        f"nothing keeps a tolerance of {limit:.3g}: the nearest is {_short(near.policy)}, {near.per_parameter:.3g}, "
-        f"with {near.casts} casts of {(near.cast_bytes or 0) / 1e6:.2f} MB a step. Below it matrix products have to be "
-        'FP32, as with policy="O2,modules.head=fp32".'
+        f"nothing keeps a tolerance of {limit:.3g}: the nearest is {_short(near.policy)}, {error}, with {near.casts} "
+        f"casts of {(near.cast_bytes or 0) / 1e6:.2f} MB a step. Below it matrix products have to be FP32, as with "
+        'policy="O2,modules.head=fp32".'
     )
 
 

@@ -32,7 +32,9 @@ def free_nodes(simulation: Simulation, grad: frozenset[Node]) -> dict[Node, None
     low = touched(simulation.graph, simulation.dtypes) if simulation.aggressive else set()
     for node in simulation.graph.nodes:
         item = row_of(node).asks == "item" and node.args[0] in free and is_floating(simulation.dtypes[node])
-        if item or (node in simulation.colours and _is_free(simulation, node, node in grad, node in low)):
+        # Where gradients are off, a cast that makes no copy would hand on those of its operand.
+        ends = row_of(node).is_cast and node not in grad and not grad.isdisjoint(node.all_input_nodes)
+        if item or (not ends and node in simulation.colours and _is_free(simulation, node, node in grad, node in low)):
             free[node] = None
     return free
 

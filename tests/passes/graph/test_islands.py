@@ -230,6 +230,46 @@ def test_a_norm_between_a_product_and_fp32_is_not_brought_down_in_between(low: s
     assert errors["O2"] < errors["O1"]
 
 
+class Reading(nn.Module):
+    """Casts a norm to a dtype that it reads off a product, with gradients or without."""
+
+    def __init__(self, grad: bool) -> None:
+        super().__init__()
+        self.grad, self.first, self.norm, self.weight = (
+            grad,
+            nn.Linear(64, 64),
+            LlamaNorm(),
+            nn.Parameter(torch.ones(64)),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = self.first(x)
+        normed = self.norm(product)
+        with torch.set_grad_enabled(self.grad):
+            cast = normed.to(product.dtype)
+        return torch.softmax(cast * self.weight, -1)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_cast_without_gradients_ends_them_as_under_autocast(grad: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Reading(grad), inputs()
+    for policy in ("O1", "O2", "O3"):
+        view = fxamp.convert(model, (x,), policy=policy)
+        view(x).square().sum().backward()
+        assert (model.first.weight.grad is not None) == grad
+        model.zero_grad()
+
+
+def test_a_diff_shows_where_a_cast_comes_out_fp32() -> None:
+    model, x = Reading(grad=True), inputs()
+    for policy, mark in (("O1", " "), ("O2", "!")):
+        text = str(fxamp.diff(fxamp.convert(model, (x,), policy=policy)))
+        (line,) = (line for line in text.splitlines() if "cast = normed.to(torch.bfloat16)" in line)
+        assert line.startswith(mark)
+        assert line.endswith("runs in float32") == (mark == "!")
+
+
 @both_dtypes
 def test_biases_gammas_and_scales_follow_the_activation(low: str) -> None:
     def chain(self: Any, x: Tensor) -> Tensor:
