@@ -94,7 +94,8 @@ def capture(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], check
                 raise
             why = _GOT.search(str(e))
             said = why[1] if why else in_short(e)
-            raise CaptureError(f"{type(runner.model).__name__} rejects the example inputs: {said}") from e
+            way_out = f" ({advice})" if (advice := runner.of_autocast(said)) else ""
+            raise CaptureError(f"{type(runner.model).__name__} rejects the example inputs: {said}{way_out}") from e
     broken = any(entry.converted.broke for entry in runner.entries[first:])
     if len(runner.entries) == first:
         return

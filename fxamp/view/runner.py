@@ -360,6 +360,15 @@ class Runner:
         )  # fmt: skip
         return without, outputs
 
+    def of_autocast(self, error: str) -> str:
+        """Return what to do about an error of an op that may come of autocast's dtypes; "" for another error."""
+        if not (self.policy.level.rounds and self.traces_autocast and _OF_DTYPES.search(error)):
+            return ""
+        return (
+            "under torch.autocast the op has other dtypes. If the model runs without it alone, put the op in a region "
+            f"torch.autocast('{self.device}', enabled=False)."
+        )
+
     def _untraced(self, function: Function, call: Call, error: Exception) -> tuple[Function, Any]:
         """Run the model's own code where an op fails as Dynamo traces it: what that raises is the user's own error."""
         failed = isinstance(error, dynamo_errors().TorchRuntimeError)
@@ -379,6 +388,10 @@ class Runner:
         except dynamo_errors().BackendCompilerFailed as e:
             if isinstance(e.inner_exception, FxampError):
                 raise e.inner_exception from None
+            raise
+        except dynamo_errors().TorchRuntimeError as e:
+            if (way_out := self.of_autocast(str(e))) and hasattr(e, "add_note"):  # from Python 3.11 on
+                e.add_note(f"fxamp: {way_out}")
             raise
         except dynamo_errors().RecompileError as e:
             name = type(self.model).__name__
@@ -504,6 +517,7 @@ class Runner:
                 logger.log(level, "fxamp: %s was captured again: %s", name, reason)
 
 
+_OF_DTYPES = re.compile(r"dtype|BFloat16|Half\b|scalar type", re.IGNORECASE)  # in the text of an error
 RUN = Runner._called.__code__  # the frame in which the model is called
 _NO_CONTEXT = contextlib.nullcontext()
 _UNKNOWN = "Dynamo left it to Python"

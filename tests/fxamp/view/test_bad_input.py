@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,32 @@ def test_inputs_that_the_model_refuses_raise_its_own_error_and_leave_it_alone(wh
     assert_untouched(model, before)
     if forward is None:  # the same model is converted afterwards
         assert torch.equal(fxamp.convert(model, (X,))(X), under_autocast(model, (X,)).float())
+
+
+class Scattering(nn.Module):
+    """Writes a product by an op that takes one dtype alone, which autocast does not know, after a graph break."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return torch.zeros(4, 6).scatter_(0, torch.zeros(4, 6, dtype=torch.long), self.l(x))
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_what_autocast_rejects_after_a_graph_break_is_said_to_be_of_its_dtypes(given: bool) -> None:
+    x, way_out = torch.randn(4, 6), r"torch\.autocast\('cpu', enabled=False\)"
+    if given:
+        with pytest.raises(fxamp.CaptureError, match=way_out):
+            fxamp.convert(Scattering(), (x,))
+        return
+    with pytest.raises(RuntimeError) as raised:
+        fxamp.convert(Scattering())(x)
+    if type(raised.value) is not RuntimeError and sys.version_info >= (3, 11):  # by torch 2.15 it is the op's own
+        assert re.search(way_out, "".join(raised.value.__notes__))
+    assert fxamp.convert(Scattering(), (x,), policy="O0")(x).shape == (4, 6)
 
 
 def test_an_error_of_the_author_at_a_later_call_is_his_and_raised_once() -> None:
