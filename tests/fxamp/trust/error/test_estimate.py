@@ -307,6 +307,38 @@ class Checkpointed(nn.Sequential):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
+@torch.library.custom_op("test_estimate::doubled", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    """Double a value, of 16 bits alone."""
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        raise RuntimeError(f"16 bits alone, and not {x.dtype}")
+    return x * 2
+
+
+doubled.register_fake(torch.empty_like)
+doubled.register_autograd(lambda _, grad: grad * 2)
+
+
+class Doubling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return self.last(doubled(h) if h.dtype != torch.float32 else h * 2).square().mean()
+
+
+def test_an_op_that_takes_16_bits_alone_is_run_in_those() -> None:
+    torch.manual_seed(0)
+    model, x = Doubling(), torch.randn(4, 8)
+    predicted = fxamp.estimate_error(model, x, policies=("O1", "O2"), gradients="nodes")
+    measured = fxamp.verify(model, x, policies=("O1", "O2"))
+    for policy in ("O1", "O2"):
+        assert measured[policy].gradient / 3 < predicted[policy].gradient < measured[policy].gradient * 3
+    assert fxamp.tune(model, x).certificate["measured"] == pytest.approx(measured["O1"].per_parameter)
+
+
 @pytest.mark.parametrize("kind", [nn.Sequential, Checkpointed])
 def test_statistics_of_a_batch_norm_have_no_gradient(kind: Any) -> None:
     torch.manual_seed(0)
