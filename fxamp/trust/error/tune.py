@@ -58,7 +58,7 @@ def tune(
         tolerance: The largest error, such as 0.02; "autocast" is that of `torch.autocast`, measured beside. A plan has
             to be within it as measured, and as predicted with a margin of 2 %. O1, which has autocast's values, is
             within "autocast"; all others need a margin as measured too, since on few batches an error is one draw: 5 %
-            over the root of their number.
+            over the root of their number; nor may they have more casts than O1.
         policy: Its dtype, device and overrides hold; None is that of the view, else "O2".
 
     Returns:
@@ -129,9 +129,11 @@ class _Search:
             raise PolicyError(f"tolerance={limit:.2g} is not above the error of FP32 itself, {floor:.2g}.")
         as_measured = 1 + _DRAW / len(self._subject.given.batches) ** 0.5 if tolerance == AUTOCAST else 1.0
         predicted = self._search(errors, limit, limit / as_measured)
+        most = errors[self._exact[0]].casts or 0 if tolerance == AUTOCAST else math.inf
         within = [
             e for e in errors.values()
             if max(e.per_parameter * as_measured, predicted.get(e.policy, e.per_parameter) * _MARGIN) <= limit
+            and (e.casts or 0) <= most
         ]  # fmt: skip
         if tolerance == AUTOCAST:
             exact = (errors[name] for name in self._exact)  # but for deviations: taken where none casts less
