@@ -32,7 +32,7 @@ from .verify import measured
 
 _LOSS, _GRADIENT = 0.2, 0.8  # the parts of both errors in what is charged
 _MARGIN = 1.02  # by which a prediction has to be within the tolerance
-_DRAW = 0.05  # what one batch is off, as a part of the error that is measured
+_DRAW = 0.05  # how far off an error is that was measured on one batch, as a part of it
 _STEPS, _CUTS = 5, 3  # of a bisection; how many cuts are measured
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 
 import fxamp
 from tests.support.front_ends import FRESH, under_autocast
@@ -240,7 +240,7 @@ def test_an_error_that_an_op_raises_as_it_is_captured_again_is_the_models_own(ro
 
 
 def test_an_op_that_dynamo_cannot_trace_runs_under_autocast_and_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    @torch.library.custom_op("fxamp_tests::doubled", mutates_args=())
+    @library.custom_op("fxamp_tests::doubled", mutates_args=())
     def doubled(x: Tensor) -> Tensor:
         return x * 2
 

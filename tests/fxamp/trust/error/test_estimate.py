@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxamp
@@ -307,7 +307,7 @@ class Checkpointed(nn.Sequential):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-@torch.library.custom_op("test_estimate::doubled", mutates_args=())
+@library.custom_op("test_estimate::doubled", mutates_args=())
 def doubled(x: Tensor) -> Tensor:
     """Double a value, of 16 bits alone."""
     if x.dtype not in (torch.bfloat16, torch.float16):
