@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 
-@dataclass
+@dataclass(slots=True)
 class Call:
     """One call of a view.
 
@@ -51,5 +51,5 @@ def current() -> Call | None:
 
 def begin(call: Call | None) -> Call | None:
     """Make this the call under way; return the one before, with which to begin when it ends."""
-    before, _CALLS.call = current(), call
+    before, _CALLS.call = getattr(_CALLS, "call", None), call
     return before

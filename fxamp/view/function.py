@@ -306,7 +306,10 @@ def _numbered(
             with runner.region(cache=False):
                 return captured(*args)
         under_way.ran.append(number)
-        with _modes_of(under_way) if under_way.modes else contextlib.nullcontext():
+        if under_way.modes:
+            with _modes_of(under_way):
+                outputs = run(*args)
+        else:
             outputs = run(*args)
         if kept is not None:
             kept(args, outputs)

@@ -170,19 +170,16 @@ class Runner:
         rounds = self.policy.level.rounds
         return on == rounds and (not on or torch.get_autocast_dtype(self.device) == self.low)
 
-    def _first_parameter(self) -> nn.Parameter | None:
-        """Return the first parameter of the model; where it is found is kept, since a search takes microseconds."""
-        module, name = self._first
-        if own_parameters(module).get(name) is None:
-            for module in self.model.modules():
-                if name := next((n for n, p in own_parameters(module).items() if p is not None), ""):
-                    self._first = module, name
-                    break
-        return own_parameters(module).get(name)
-
     def settle(self, inputs: Any) -> None:
         """Settle device and dtype at the first call, and again where the model has moved to another kind of device."""
-        first = self._first_parameter()
+        module, name = self._first  # a search takes microseconds, and this is at each call
+        first = own_parameters(module).get(name)
+        if first is not None and first.device.type == self.device:
+            return
+        if first is None:
+            named = ((m, n) for m in self.model.modules() for n, p in own_parameters(m).items() if p is not None)
+            self._first = module, name = next(named, self._first)
+            first = own_parameters(module).get(name)
         if self.device and (first is None or first.device.type in (self.device, "meta")):
             return
         here = device_of(self.model, inputs)
@@ -269,7 +266,8 @@ class Runner:
         if transformed and not only_vmap():
             outputs = self._under_autocast(call, method)
         else:
-            with _all_of(self._around(function, call)):
+            around = self._around(function, call)
+            with _each_of(around) if around else _NO_CONTEXT:  # an exit stack takes microseconds
                 function, outputs = self._traced(function, call)
             function.called = True
         if len(self.entries) > before:
@@ -301,7 +299,8 @@ class Runner:
         modes = dispatch_modes()
         if modes and (watch := watching()) is not None:
             around.append(watch.of_view(self))
-        call.modes = [mode for mode in modes if not ignores_compilers(mode)]
+        if modes:
+            call.modes = [mode for mode in modes if not ignores_compilers(mode)]
         if call.modes:
             around += [without_modes(), without_module_trackers(), *filter(ignores_compilers, modes)]
         if torch.is_autocast_enabled(self.device):
@@ -405,7 +404,7 @@ class Runner:
 
     def _outside_of_graphs(self, outputs: Any, call: Call) -> Any:
         """Give outputs their original dtypes where no graph does: in fields of a dataclass, and outside of graphs."""
-        if not self.restores or call.does != "run":
+        if (type(outputs) is Tensor and outputs.dtype is torch.float32) or call.does != "run" or not self.restores:
             return outputs
         alone = len(call.ran) == 1 and call.ran != [-1] and not any(e.converted.broke for e in self.entries)
         leaves = () if isinstance(outputs, (Tensor, dict)) else pytree.tree_leaves(outputs, is_leaf=is_whole)
@@ -552,11 +551,6 @@ def _each_of(contexts: Sequence[Any]) -> Iterator[None]:
         for context in contexts:
             stack.enter_context(context)
         yield
-
-
-def _all_of(contexts: Sequence[Any]) -> Any:
-    """Return contexts as one; of most calls there is none, and an exit stack takes microseconds."""
-    return _each_of(contexts) if contexts else _NO_CONTEXT
 
 
 def _mark_batch(call: Call) -> list[Tensor]:
