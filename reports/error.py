@@ -51,7 +51,7 @@ from reports.made import made, sentence  # noqa: E402
 from reports.plot import scatter  # noqa: E402
 from reports.zoo import BY_NAME as ZOO  # noqa: E402
 
-SEED, EXAMPLES, SEEN, OTHERS, TUNED_ON = 34, 4, 3, 8, 24
+SEED, EXAMPLES, SEEN, OTHERS, ATTRIBUTED, TUNED_ON = 34, 4, 3, 8, 8, 24
 UNSEEN = 36  # batches that a plan is measured on, beside those that it was tuned on
 LEVELS = ("O1", "O2")
 TUNED, MIXED, FIXED, TRAINED = 17, 18, 20, ("zoo:gpt", "zoo:hf_vit", "zoo:resnet18")  # how many models, and which
@@ -172,12 +172,12 @@ def tuned(name: str, times: float | None) -> Row:
 def attributed(name: str) -> list[Row]:
     """Return the root of the sum of what nodes add to the variance of the gradients, beside the error as a whole."""
     model, loss, batch = given(name)
-    subject = Subject(given_step(model, batches=_pairs(batch(i) for i in range(2)), loss=loss))
-    derived, rows = Derivatives(subject, "O2,dtype=bf16"), []
+    subject = Subject(given_step(model, batches=_pairs(batch(i) for i in range(ATTRIBUTED)), loss=loss))
+    derived, rows = Derivatives(subject, "O2,dtype=bf16", most=ATTRIBUTED), []
     for level in LEVELS:
         policy = f"{level},dtype=bf16"
         whole = estimated(subject, (policy,))[policy]
-        mean = sum(derived.gradients(derived.sites(policy))) / (2 * len(whole.parameters))
+        mean = sum(derived.gradients(derived.sites(policy))) / (ATTRIBUTED * len(whole.parameters))
         rows.append({"model": name, "level": level, "sum": mean**0.5, "whole": whole.per_parameter})
     return rows
 

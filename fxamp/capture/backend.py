@@ -133,7 +133,7 @@ def run_by(
 
 @contextlib.contextmanager
 def _casts_by_method(gm: GraphModule) -> Iterator[None]:
-    """Have casts be methods of tensors in the code that a graph has now: by `torch.ops` each takes a microsecond more."""
+    """Have casts be methods of tensors in the code that a graph has now; through `torch.ops` each takes longer."""
     casts = gm.graph.find_nodes(op="call_function", target=CAST)
     for cast in casts:
         cast.target = torch.Tensor.to

@@ -12,6 +12,7 @@ from torch import nn
 from passes._torch import OpOverload, own_schema, pytree
 
 _OWN = frozenset(nn.Module().__dict__)  # torch's tables of parameters, buffers, children and hooks
+_TABLES = _OWN - {"_parameters"}
 
 
 def held(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -35,7 +36,7 @@ def tables(module: nn.Module) -> list[dict[str, Any]]:
     That of parameters is left out: FSDP2 exchanges gathered and sharded ones there, and has its own note of which.
     """
     own = vars(module)
-    return [own, *(v for name, v in own.items() if name in _OWN - {"_parameters"} and isinstance(v, dict))]
+    return [own, *(v for name, v in own.items() if name in _TABLES and isinstance(v, dict))]
 
 
 @contextlib.contextmanager

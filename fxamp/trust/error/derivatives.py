@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,9 +26,8 @@ from ..tensors import dense
 from .emulation import Place, Site
 from .report import living, squared
 from .rounding import error, rounded, ulp
-from .runs import Ran, Subject
+from .runs import Subject
 
-_LOOKED_AT = 2  # batches
 Pair = tuple[Tensor, Tensor]
 
 
@@ -38,8 +37,11 @@ class Derivatives:
     The values and gradients of one run are held, which takes more memory than a training step does.
 
     Args:
-        subject: the model and its batches, of which two are looked at.
+        subject: the model and its batches.
         name: the policy whose graphs are run.
+        norms: squared norms of the gradients, by the name of the parameter, summed over all batches: errors are
+            relative to their means. None takes those of the batches that are looked at.
+        most: how many batches are looked at.
 
     Attributes:
         losses: the variance of the loss, summed over batches. Keys are those of nodes, for their results; pairs of the
@@ -48,13 +50,17 @@ class Derivatives:
         backward: the variance of v.dg by rounding in backward.
     """
 
-    def __init__(self, subject: Subject, name: str) -> None:
+    def __init__(self, subject: Subject, name: str, norms: Mapping[str, float] | None = None, most: int = 2) -> None:
         self._subject, self._name = subject, name
         self._low = subject.policy(name).dtype or torch.bfloat16
         self._generator = torch.Generator(subject.device).manual_seed(0)
         self.losses, self.forward, self.backward = dict[Any, float](), dict[Any, float](), dict[Any, float]()
         self._handed: dict[Any, Any] = {}  # by key, the first one with the same gradient
-        for batch in subject.given.batches[:_LOOKED_AT]:
+        looked_at, count = subject.given.batches[:most], len(subject.given.batches)
+        if norms is None:
+            norms, count = self._norms(looked_at), len(looked_at)
+        self._sizes = {name: (norms[name] / count) ** 0.5 for name in living(norms)}  # of gradients, RMS over batches
+        for batch in looked_at:
             direction, step = self._direction(batch)
             with _moved(subject, direction, step):
                 ahead = self._pairs(batch)
@@ -90,20 +96,24 @@ class Derivatives:
             self._subject.emulated(name, batch, at, backward=False)
         return list(found.values())
 
+    def _norms(self, batches: Sequence[Batch]) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for batch in batches:
+            squared(self._subject.emulated(self._name, batch, lambda _, value: value).gradients, found)
+        return found
+
     def _direction(self, batch: Batch) -> tuple[dict[str, Tensor], float]:
         """Return a random direction in which each parameter's gradient counts alike, and how far to go along it."""
-        plain, values = self._values(batch)
-        norms: dict[str, float] = {}
-        squared(plain.gradients, norms)
+        values = self._values(batch)
         direction = {
-            name: torch.randn(p.shape, generator=self._generator, device=p.device) / norms[name] ** 0.5
-            for name, p in self._subject.parameters.items() if name in living(norms)
+            name: torch.randn(p.shape, generator=self._generator, device=p.device) / self._sizes[name]
+            for name, p in self._subject.parameters.items() if name in self._sizes
         }  # fmt: skip
         size = sum(float(p.detach().square().sum()) for p in self._subject.parameters.values()) ** 0.5
         first = 1e-4 * size / max(sum(float(v.square().sum()) for v in direction.values()) ** 0.5, 1e-30)
         with _moved(self._subject, direction, first):
-            moved = self._values(batch, backward=False)[1]
-        noisy = self._values(batch, random=True, backward=False)[1]
+            moved = self._values(batch)
+        noisy = self._values(batch, random=True)
         known = [key for key in values if key in moved and key in noisy]  # others: a graph was captured again
         ratios = [
             float((noisy[key] - t).norm() / (moved[key] - t).norm())
@@ -113,8 +123,8 @@ class Derivatives:
         finite = sorted(filter(math.isfinite, ratios))  # a mask has no distance
         return direction, first * (finite[len(finite) // 2] if finite else 1.0) / math.sqrt(2)
 
-    def _values(self, batch: Batch, *, random: bool = False, backward: bool = True) -> tuple[Ran, dict[Node, Tensor]]:
-        """Run a step; return it, and the value of each node that rounds; rounded at random where that is asked."""
+    def _values(self, batch: Batch, *, random: bool = False) -> dict[Node, Tensor]:
+        """Run a forward; return the value of each node that rounds; rounded at random where that is asked."""
         values: dict[Node, Tensor] = {}
 
         def at(site: Site, value: Tensor) -> Tensor:
@@ -124,7 +134,8 @@ class Derivatives:
                 values[site.node] = value.detach().clone()
             return value
 
-        return self._subject.emulated(self._name, batch, at, backward=backward), values
+        self._subject.emulated(self._name, batch, at, backward=False)
+        return values
 
     def _pairs(self, batch: Batch) -> dict[Any, Pair]:
         """Run a step that rounds nothing; return each value, and each read of one, with its gradient."""

@@ -119,7 +119,7 @@ class _Estimate:
                 for name in served if gradients else ():  # of one policy after the other, so that they are held once
                     self._tallies[name].add(0.0, self._probe(name, batch, choices).gradients, plain.gradients, 2.0)
         runs = self._plain.runs if gradients == "nodes" else ()
-        self._derivatives = {base: Derivatives(subject, base) for base in runs}
+        self._derivatives = {base: Derivatives(subject, base, self.norms) for base in runs}
 
     def errors(self, name: str) -> Errors:
         """Return what is predicted of a policy."""

@@ -60,6 +60,19 @@ def test_what_nodes_add_to_the_error_of_gradients_is_the_whole(name: str) -> Non
         assert found.nodes[0].key in str(found)
 
 
+def test_what_nodes_add_is_relative_to_the_gradients_of_all_batches() -> None:
+    """A batch that is fitted has errors as large as its gradients; of the errors of all batches it is a small part."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
+    x, y = torch.randn(2, 64, 16), torch.randn(64, 4)
+    fitted = model(x[1]).detach() + 0.01 * torch.randn(64, 4)
+    subject = Subject(given_step(model, batches=[(x[0], y), (x[1], fitted)], loss=nn.functional.mse_loss))
+    found = estimated(subject, ("O1",))["O1"]
+    derived = Derivatives(subject, "O2")
+    variance = sum(derived.gradients(derived.sites("O1"))) / 2
+    assert (variance / len(found.parameters)) ** 0.5 == pytest.approx(found.per_parameter, rel=0.3)
+
+
 def test_nodes_add_to_the_error_of_gradients_what_they_alone_make_of_it() -> None:
     """Where an override keeps one module FP32, what is gone of the variance is what its nodes added."""
     zoo = BY_NAME["gpt"]
