@@ -17,7 +17,7 @@ import torch
 from torch.fx import GraphModule
 
 from passes.contract.costs import Penalties
-from passes.contract.errors import PolicyError
+from passes.contract.errors import PolicyError, in_short
 from passes.contract.levels import Level
 from passes.contract.plan import CERTIFICATE, Plan
 from passes.contract.policy import Policy
@@ -66,8 +66,8 @@ def tune(
 
     Raises:
         PolicyError: The tolerance is not a positive number, or FP32 itself exceeds it; or nothing keeps it, and the
-            message has the nearest that does exist, and its cost; autocast itself is not finite; no parameter requires
-            a gradient; it is a graph. As `fxamp.verify` besides.
+            message has the nearest that does exist, and its cost; autocast itself fails, or is not finite; no parameter
+            requires a gradient; it is a graph. As `fxamp.verify` besides.
         CaptureError: As `fxamp.verify`.
 
     Example:
@@ -118,9 +118,11 @@ class _Search:
 
     def plan(self, tolerance: float | str) -> Plan:
         """Return the plan."""
-        known = measured(self._subject, (self._autocast, *self._exact, str(self._base)))
-        errors = {e.policy: e for e in known.policies}
-        autocast = errors.pop(self._autocast).per_parameter
+        asked = [self._autocast] if tolerance == AUTOCAST else []
+        for name in asked:
+            self._refuse_failing(name)
+        errors = {e.policy: e for e in measured(self._subject, (*asked, *self._exact, str(self._base))).policies}
+        autocast = errors.pop(self._autocast).per_parameter if asked else math.inf
         limit = autocast if tolerance == AUTOCAST else float(tolerance)
         floor = errors.pop("FP32").per_parameter
         if not math.isfinite(limit):
@@ -143,6 +145,15 @@ class _Search:
         best = min(within, key=lambda e: (e.cast_bytes or 0, e.casts or 0))
         limit = max(limit, best.per_parameter)
         return self._certified(best, limit, predicted.get(best.policy), len(self._subject.given.batches), errors)
+
+    def _refuse_failing(self, autocast: str) -> None:
+        try:
+            self._subject.real(autocast, self._subject.given.batches[0])
+        except Exception as error:  # whatever a model raises under dtypes that its author has not seen
+            raise PolicyError(
+                f"{type(self._subject.model).__name__} fails under torch.autocast ({in_short(error):.200}), which so "
+                "has no error to keep: give a tolerance, such as 0.02."
+            ) from error
 
     def _search(self, errors: dict[str, Errors], limit: float, as_measured: float) -> dict[str, float]:
         """Measure the cut that is predicted to be within a limit, and another where it is not; return predictions."""

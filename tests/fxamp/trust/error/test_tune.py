@@ -87,6 +87,27 @@ def test_where_no_cut_is_as_exact_the_values_of_autocast_are_had_at_the_fewest_c
     assert plan.certificate["cast_bytes"] <= (shared.cast_bytes or 0)
 
 
+def test_a_model_that_fails_under_autocast_is_tuned_to_a_number() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x: Any) -> Any:
+            h = self.rows(x)
+            scores = h @ h.t()
+            mask = torch.ones_like(scores, dtype=torch.bool).triu(1)
+            return self.last(torch.softmax(scores.masked_fill(mask, torch.finfo(x.dtype).min), -1) @ h)
+
+    torch.manual_seed(0)
+    model = Masked()
+    with pytest.raises(fxamp.PolicyError, match="Masked fails under torch.autocast .*without overflow.* give a tol"):
+        fxamp.tune(model, X, Y, loss=CE)
+    plan = fxamp.tune(model, X, Y, loss=CE, tolerance=0.1)
+    assert 0 < plan.certificate["measured"] <= 0.1
+    assert fxamp.convert(model, plan=plan)(X).isfinite().all()
+
+
 @pytest.mark.parametrize("name", ["gpt", pytest.param("hf_llama", marks=pytest.mark.matrix)])
 def test_a_wide_tolerance_is_met_by_the_fewest_bytes_in_states_that_were_not_captured_too(name: str) -> None:
     zoo = BY_NAME[name]
