@@ -101,7 +101,7 @@ def test_a_model_that_fails_under_autocast_is_tuned_to_a_number() -> None:
 
     torch.manual_seed(0)
     model = Masked()
-    with pytest.raises(fxamp.PolicyError, match="Masked fails under torch.autocast .*without overflow.* give a tol"):
+    with pytest.raises(fxamp.PolicyError, match=r"Masked fails under torch\.autocast .*without overflow.* give a tol"):
         fxamp.tune(model, X, Y, loss=CE)
     plan = fxamp.tune(model, X, Y, loss=CE, tolerance=0.1)
     assert 0 < plan.certificate["measured"] <= 0.1
