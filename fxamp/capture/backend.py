@@ -22,7 +22,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from passes import compile_graph
-from passes._torch import FakeTensor, inner_backend, trace_artifact
+from passes._torch import FakeTensor, inner_backend, on_recompile_limit, trace_artifact
 from passes.contract.costs import Penalties, Timer
 from passes.contract.errors import PolicyError
 from passes.contract.plan import Plan
@@ -298,7 +298,7 @@ def rewrite(
         if "val" in node.meta:
             node.meta["example_value"] = node.meta["val"]
     gm.recompile()
-    recompile_limit.watch()
+    on_recompile_limit(recompile_limit.notice)
     trace_artifact("fxamp_precision", functools.partial(_record_of, plan))
     return compiled.converted_of(gm, plan, example_inputs, found, autocast=under), outputs
 

@@ -49,9 +49,9 @@ class Converted:
 
     graph: GraphModule
     plan: Plan
-    parameters: tuple[tuple[weakref.ref[Any], str], ...]
-    places: tuple[int, ...]
-    broke: str
+    parameters: tuple[tuple[weakref.ref[Any], str], ...] = ()
+    places: tuple[int, ...] = ()
+    broke: str = ""
     autocast: bool = False
 
     @property

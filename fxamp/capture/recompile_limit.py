@@ -12,7 +12,6 @@ import weakref
 import torch
 from torch import nn
 
-from passes._torch import on_recompile_limit
 from passes.contract.devices import DEVICES
 
 from .call import current
@@ -21,12 +20,8 @@ from .scope import scope
 _REACHED: weakref.WeakKeyDictionary[nn.Module, dict[str, bool]] = weakref.WeakKeyDictionary()
 
 
-def watch() -> None:
-    """Note from now on which code reaches the limit, and in which compiled module."""
-    on_recompile_limit(_reached)
-
-
-def _reached(function: str) -> None:
+def notice(function: str) -> None:
+    """Note that some code has reached the limit, and in which compiled module."""
     found = scope()
     if found is None:
         return

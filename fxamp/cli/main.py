@@ -67,12 +67,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BaseException as error:
         # Python would exit with 1, which means "found" here; a target that calls sys.exit could choose any status.
         logger.debug("unexpected", exc_info=True)
-        *_, last = traceback.extract_tb(error.__traceback__)
-        where = f"{os.path.basename(last.filename)}:{last.lineno}"
-        return failed(f"unexpected {type(error).__name__} at {where}: {error}; please report it")
+        return failed(_unexpected(error))
     finally:
         sys.path[:] = path
     return DONE if args.exit_zero and status == FOUND else status
+
+
+def _unexpected(error: BaseException) -> str:
+    """Return what to say of an error that no message is made for: code of the target has raised it, or ours has.
+
+    It is the code that is furthest in, leaving torch and the standard library aside.
+    """
+    import torch
+
+    import passes
+
+    compiler, library, python = (os.path.join(os.path.dirname(str(m.__file__)), "") for m in (passes, torch, os))
+    trace = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
+    code = [
+        (file, line) for file, line in trace
+        if not file.startswith(("<", library)) and (not file.startswith(python) or "site-packages" in file)
+    ]  # fmt: skip
+    file, line = (code or trace)[-1]
+    what = f"{type(error).__name__} at {os.path.basename(file)}:{line}: {error}"
+    if code and not file.startswith((os.path.join(Path(__file__).parents[1], ""), compiler)):
+        return f"the code of the target raised {what}"
+    return f"unexpected {what}; please report it"
 
 
 def _report(args: argparse.Namespace) -> int:
@@ -232,7 +252,11 @@ def _verify(args: argparse.Namespace) -> int:
         made, inputs, target = step_of(load_target(args.target), "verify: a batch is needed")
         found = verify(made, inputs, target, policies=args.policy or None)
     write(args, text=lambda: str(found), markdown=found.to_markdown, json=found.to_json)
-    return FOUND if args.tolerance is not None and found.beyond(args.tolerance) else DONE
+    beyond = () if args.tolerance is None else found.beyond(args.tolerance)
+    for policy in beyond:
+        error = f"{found[policy].per_parameter:.2g}"
+        to_stderr(f"fxamp: {policy}: an error per parameter of {error} is above --tolerance {args.tolerance:g}\n")
+    return FOUND if beyond else DONE
 
 
 def _advise(args: argparse.Namespace) -> int:

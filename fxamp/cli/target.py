@@ -117,14 +117,9 @@ def step_of(made: tuple[Any, Any, Any], needs: str) -> tuple[Any, Any, Any]:
         raise FxampError(f"{needs}: let the target return ({type(model).__name__}, batch)")
     if isinstance(model, nn.Module):
         return model, _batch(model, args, kwargs), None
-    return model, *_of_step(model, args, kwargs)
-
-
-def _of_step(step: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Return inputs and target of a TrainStep: a pair is both where the step has a loss of its own."""
-    if kwargs is None and isinstance(args, tuple) and len(args) == 2 and getattr(step, "loss_fn", None) is not None:
-        return args
-    return args, kwargs
+    if kwargs is None and isinstance(args, tuple) and len(args) == 2 and getattr(model, "loss_fn", None) is not None:
+        return model, *args  # the step has a loss of its own, so that a pair is inputs and target
+    return model, args, kwargs
 
 
 def _batch(model: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,21 +35,6 @@ def state_of(step: TrainState) -> dict[str, Any]:
         "gradients": [[None if p.grad is None else p.grad.detach() for p in parameters(o)] for o in step.optimizers],
         "rng": random_state(),
     }
-
-
-def write(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write a state beside a file, and put it in the place of that when it is complete; else the file is as it was."""
-    target = Path(path)
-    file = tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}-", suffix=".tmp", delete=False)  # noqa: SIM115
-    try:
-        with file:
-            torch.save(dict(state), file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(file.name, target)
-    except BaseException:
-        os.unlink(file.name)
-        raise
 
 
 def beside(step: TrainState) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from passes.contract.errors import PolicyError, ScaleCollapseError
 from passes.contract.plan import Plan
+from passes.contract.plan_format import replacing
 from passes.contract.policy import Policy
 
 from ..trust.given_step import require_loss
@@ -356,7 +357,8 @@ class TrainStep(TrainState):
             >>> step.save("step.pt")
             >>> step.load("step.pt")
         """
-        checkpoint.write(self.state_dict(), path)
+        with replacing(path) as file:
+            torch.save(self.state_dict(), file)
 
     def load(self, path: str | os.PathLike[str], *, allow: Sequence[str] = ()) -> None:
         """Load a state that `save` wrote; arguments and errors are those of `load_state_dict`.

@@ -66,12 +66,7 @@ def gradients(optimizers: Iterable[Optimizer]) -> list[Tensor]:
 
 def first_with_gradient(optimizers: Iterable[Optimizer]) -> Tensor | None:
     """Return the first parameter of some optimizers that has a gradient."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    return p  # type: ignore[no-any-return]
-    return None
+    return next((p for o in optimizers for g in o.param_groups for p in g["params"] if p.grad is not None), None)
 
 
 def holds_inf_or_nan(tensors: list[Tensor]) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes._torch import OpOverload, own_schema, pytree
+from passes._torch import pytree
 
 _OWN = frozenset(nn.Module().__dict__)  # torch's tables of parameters, buffers, children and hooks
 _TABLES = _OWN - {"_parameters"}
@@ -64,13 +64,6 @@ def kept(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
                     (tensor.data if count == _count_of_writes(tensor) else tensor).copy_(value)
                 if replaced or written:
                     restored.append(tensor)
-
-
-def written(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Return the strided tensors that a call of an operator writes to."""
-    arguments = own_schema(op).arguments
-    given = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
-    return strided([given.get(a.name) for a in arguments if a.alias_info and a.alias_info.is_write])
 
 
 def strided(tree: Any) -> list[torch.Tensor]:

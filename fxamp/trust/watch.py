@@ -43,6 +43,7 @@ from passes._torch import (
     without_modes,
 )
 from passes.contract.policy import dtype_name
+from passes.graph.notes import is_ours
 from passes.graph.values import no_autocast
 from passes.ops.rules import LOW, RULES
 
@@ -355,6 +356,15 @@ def node_by_node(
         return watch.run(converted, graph, "" if by == "eager" else name, run, args, compile)
 
     return call
+
+
+def readers(node: Node) -> Iterator[Node]:
+    """Yield the author's nodes that read a value, by casts of fxamp too."""
+    for user in node.users:
+        if is_ours(user):
+            yield from readers(user)
+        elif user.op != "output":
+            yield user
 
 
 def dtype_of(dtypes: Dtypes, product: bool) -> str:

@@ -302,15 +302,10 @@ def _difference(expected: _Run, got: _Run) -> str:
             return f"buffer '{name}' has other values afterwards"
     if bool(expected.gradients) != bool(got.gradients):
         return "only one of them has gradients"
-    return _gradient_difference(expected.gradients or {}, got.gradients or {})
-
-
-def _gradient_difference(expected: Gradients, got: Gradients) -> str:
-    floor = _floor(expected)
-    for name, gradient in expected.items():
-        other = got.get(name)
-        both = gradient is not None and other is not None
-        if (gradient is None) != (other is None) or (both and not _are_alike(gradient, other, floor)):
+    floor, others = _floor(expected.gradients), got.gradients or {}
+    for name, gradient in (expected.gradients or {}).items():
+        other = others.get(name)
+        if (gradient is None) != (other is None) or (gradient is not None and not _are_alike(gradient, other, floor)):
             return f"the gradient of '{name}' differs"
     return ""
 

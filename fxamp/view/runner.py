@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -267,7 +267,9 @@ class Runner:
             outputs = self._under_autocast(call, method)
         else:
             around = self._around(function, call)
-            with _each_of(around) if around else _NO_CONTEXT:  # an exit stack takes microseconds
+            with contextlib.ExitStack() if around else _NO_CONTEXT as stack:  # a stack takes microseconds
+                for context in around:
+                    stack.enter_context(context)
                 function, outputs = self._traced(function, call)
             function.called = True
         if len(self.entries) > before:
@@ -518,7 +520,7 @@ class Runner:
 
 _OF_DTYPES = re.compile(r"dtype|BFloat16|Half\b|scalar type", re.IGNORECASE)  # in the text of an error
 RUN = Runner._called.__code__  # the frame in which the model is called
-_NO_CONTEXT = contextlib.nullcontext()
+_NO_CONTEXT: Any = contextlib.nullcontext()
 _UNKNOWN = "Dynamo left it to Python"
 _NOTHING = "no op was captured"
 _DISABLED = "torch._dynamo.config.disable"
@@ -543,14 +545,6 @@ def _refuse_tracing() -> None:
     raise CaptureError(
         f"{how} of a view would lose its plan: export the model itself, then pass the result to fxamp.convert."
     )
-
-
-@contextlib.contextmanager
-def _each_of(contexts: Sequence[Any]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
 
 
 def _mark_batch(call: Call) -> list[Tensor]:

@@ -87,7 +87,7 @@ class View:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         runner = runner_of(self)
-        return _again, (runner.model, runner.asked, runner.settings)
+        return functools.partial(make_view, **runner.settings), (runner.model, runner.asked)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         runner = runner_of(self)
@@ -117,11 +117,6 @@ class View:
 def is_view(value: object) -> bool:
     """Say whether something is a view."""
     return isinstance(value, View)
-
-
-def _again(model: nn.Module, policy: Policy, settings: dict[str, Any]) -> Any:
-    """Make a view that was saved; its graphs are captured again at its first calls."""
-    return make_view(model, policy, **settings)
 
 
 def make_view(model: nn.Module, policy: Policy, backend: Any = "eager", **settings: Any) -> Any:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import reprlib
 import uuid
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from .errors import PlanError
 
@@ -94,22 +96,30 @@ def known_part(data: dict[str, Any], plan_kind: type, decision_kind: type) -> di
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a text file atomically: a reader sees the old file or the new one, never a part, even with several writers.
+    """Write a text file atomically; ValueError: the path is invalid, or UTF-8 cannot encode the text."""
+    with replacing(path) as file:
+        file.write(text.encode("utf-8"))
 
-    Raises:
-        OSError: the file cannot be written.
-        ValueError: the path is invalid, or the text has characters that UTF-8 cannot encode.
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Open a file that takes the place of another when it is complete.
+
+    A reader sees the old file or the new one, never a part, even with several writers.
     """
     # If the path is a symbolic link, the link stays and its target is replaced.
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
         # For a directory this raises an error; a device or a pipe cannot be replaced, only written to.
-        target.write_text(text, encoding="utf-8")
+        with target.open("wb") as file:
+            yield file
         return
     temporary = target.with_name(f".fxamp-{uuid.uuid4().hex}.tmp")  # short, for the target's own name may be long
     try:
-        with temporary.open("x", encoding="utf-8") as file:
-            file.write(text)
+        with temporary.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)

@@ -115,7 +115,28 @@ class Census:
         return json.dumps(data, indent=1, sort_keys=True) + "\n"
 
     def __str__(self) -> str:
-        return _text(self)
+        whole = sum(row.flops for row in self.ran)
+        table = []
+        for dtype in sorted({row.dtype for row in self.ran if not row.casts}):
+            rows = [row for row in self.ran if row.dtype == dtype and not row.casts]
+            flops = sum(row.flops for row in rows)
+            products = sum(row.count for row in rows if row.product)
+            others = sum(row.count for row in rows if not row.product)
+            table.append((dtype, products, f"{flops / 1e9:.3g}", f"{100 * flops / (whole or 1):.1f}", others))
+        shown = tabulate(
+            table, ("dtype", "products", "GFLOP", "% of FLOPs", "other ops"), "plain", disable_numparse=True
+        )
+        casts = f"casts: {sum(r.casts for r in self.ran)}, {sum(r.cast_bytes for r in self.ran) / 1e6:.3g} MB"
+        planned = "no plan" if self.share is None else f"as planned: {100 * self.share:.1f} % of FLOPs"
+        lines = [f"{self.name}{f', {self.policy}' if self.policy else ''}; {planned}", shown, casts]
+        if self.scaling.low_gradients:
+            lines.append(f"loss scaling: {self.scaling}")
+        lines += [f"note: {note}" for note in (*self.notes, *self.compiled)]
+        lines.append(f"differences: {len(self.differences) or 'none'}")
+        lines += [f"  {difference}" for difference in self.differences[:_SHOWN]]
+        if len(self.differences) > _SHOWN:
+            lines.append(f"  and {len(self.differences) - _SHOWN} more in .differences")
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         """Show the text in a notebook."""
@@ -172,7 +193,7 @@ def census_of(model: nn.Module, parts: Mapping[str, nn.Module], step: Step) -> C
     views = {path: runner for path, part in parts.items() if (runner := runner_of(part)) is not None}
     whole = not parts and bool(ledgers)
     scaling = scaling_of(step, rows)
-    has_plan = bool(parts) or whole or _is_compiled_by_us(model)
+    has_plan = bool(parts) or whole or any("fxamp" in str(compiled_call(m)) for m in model.modules())
     if has_plan:
         found = differences_of(watch, ledgers, views, whole)
         found += [d for ledger in ledgers for d in compiled_otherwise(ledger)]
@@ -197,33 +218,6 @@ def census_of(model: nn.Module, parts: Mapping[str, nn.Module], step: Step) -> C
         planned=planned_rows(ledgers) if has_plan else None, ran=rows, differences=tuple(found), scaling=scaling,
         notes=(*step.notes, *unseen), compiled=tuple(c for c in map(compiled_of, ledgers) if c is not None),
     )  # fmt: skip
-
-
-def _is_compiled_by_us(model: nn.Module) -> bool:
-    return any("fxamp" in str(compiled_call(m)) for m in model.modules())
-
-
-def _text(found: Census) -> str:
-    whole = sum(row.flops for row in found.ran)
-    table = []
-    for dtype in sorted({row.dtype for row in found.ran if not row.casts}):
-        rows = [row for row in found.ran if row.dtype == dtype and not row.casts]
-        flops = sum(row.flops for row in rows)
-        products = sum(row.count for row in rows if row.product)
-        others = sum(row.count for row in rows if not row.product)
-        table.append((dtype, products, f"{flops / 1e9:.3g}", f"{100 * flops / (whole or 1):.1f}", others))
-    shown = tabulate(table, ("dtype", "products", "GFLOP", "% of FLOPs", "other ops"), "plain", disable_numparse=True)
-    casts = f"casts: {sum(r.casts for r in found.ran)}, {sum(r.cast_bytes for r in found.ran) / 1e6:.3g} MB"
-    planned = "no plan" if found.share is None else f"as planned: {100 * found.share:.1f} % of FLOPs"
-    lines = [f"{found.name}{f', {found.policy}' if found.policy else ''}; {planned}", shown, casts]
-    if found.scaling.low_gradients:
-        lines.append(f"loss scaling: {found.scaling}")
-    lines += [f"note: {note}" for note in (*found.notes, *found.compiled)]
-    lines.append(f"differences: {len(found.differences) or 'none'}")
-    lines += [f"  {difference}" for difference in found.differences[:_SHOWN]]
-    if len(found.differences) > _SHOWN:
-        lines.append(f"  and {len(found.differences) - _SHOWN} more in .differences")
-    return "\n".join(lines)
 
 
 class CallCensus:

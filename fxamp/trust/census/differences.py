@@ -222,16 +222,13 @@ def odd_products(watch: Watch, where: Mapping[Seen, str]) -> list[Difference]:
     if len(flops) < 2:
         return []
     most = next((dtype for dtype in flops if dtype in _LOW), max(flops, key=lambda dtype: flops[dtype]))
-    return [
-        Difference("dtype", where[seen], "", f"{seen.op} in {seen.dtype}", _others(seen, most), flops=total.flops)
-        for seen, total in products.items()
-        if seen.dtype != most
-    ]
-
-
-def _others(seen: Seen, most: str) -> str:
-    how = "backward" if seen.place.backward else "forward"
-    return f"{how}, where other products ran in {most}{f'; {seen.place.where}' if seen.place.where else ''}"
+    found = []
+    for seen, total in products.items():
+        if seen.dtype != most:
+            how = "backward" if seen.place.backward else "forward"
+            why = f"{how}, where other products ran in {most}{f'; {seen.place.where}' if seen.place.where else ''}"
+            found.append(Difference("dtype", where[seen], "", f"{seen.op} in {seen.dtype}", why, flops=total.flops))
+    return found
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from passes.graph.notes import is_inserted
 from passes.runtime.casts import again
 
 from ...report.record.build import named
-from ..watch import Dtypes, Place, Ran, Seen, Sum, Watch, dtype_of, dtypes_in
+from ..watch import Dtypes, Place, Ran, Seen, Sum, Watch, dtype_of, dtypes_in, readers
 
 
 @dataclass(frozen=True)
@@ -88,18 +88,10 @@ def ledgers_of(watch: Watch) -> tuple[Ledger, ...]:
 def _ledger(number: int, ran: Ran) -> Ledger:
     emitted = ran.converted.graph.graph
     names = named(emitted)
-    keys = {n.name: names[n] if n in names else _reader(n, names) for n in emitted.nodes if n.op.startswith("call")}
+    calls = (n for n in emitted.nodes if n.op.startswith("call"))
+    keys = {n.name: next((names[r] for r in (n, *readers(n)) if r in names), "(output)") for n in calls}
     decisions = {d.key: d for d in ran.converted.plan.decisions if not d.graph}
     return Ledger(number, ran, {n.name: n for n in emitted.nodes}, keys, decisions)
-
-
-def _reader(cast: Node, names: Mapping[Node, str]) -> str:
-    """Return the key of the first node that reads a cast."""
-    for user in cast.users:
-        if user.op == "output":
-            continue
-        return _reader(user, names) if is_inserted(user) else names[user]
-    return "(output)"
 
 
 def rows_of(watch: Watch, ledgers: tuple[Ledger, ...]) -> tuple[Row, ...]:

@@ -17,9 +17,9 @@ from torch import nn
 from torch.fx import GraphModule
 
 from passes.contract.errors import PolicyError
-from passes.contract.plan import Plan
 from passes.graph.values import no_autocast
 
+from ...capture.compiled import Converted
 from ...capture.emitted import record_on
 from ...capture.given import flat_inputs
 from ..given_step import GivenStep, copies, loss_of, model_of, output_of
@@ -147,27 +147,12 @@ def scaling_differences(scaling: Scaling, step: Step) -> list[Difference]:
     return found
 
 
-@dataclass(frozen=True)
-class Given:
-    """A converted graph, as the watch knows it.
-
-    Attributes:
-        graph: the graph.
-        plan: what was decided on it.
-        broke: no graph that a user gives was broken.
-    """
-
-    graph: GraphModule
-    plan: Plan
-    broke: str = ""
-
-
 @contextlib.contextmanager
 def watched_graphs(parts: Sequence[nn.Module]) -> Iterator[None]:
     """Put what a watch can see in the place of the `forward` of converted graphs."""
     changed = [part for part in parts if isinstance(part, GraphModule) and record_on(part) is not None]
     for part in changed:
-        part.__dict__["forward"] = _by_node(part, Given(part, (record_on(part) or {})["plan"]))
+        part.__dict__["forward"] = _by_node(part, Converted(part, (record_on(part) or {})["plan"]))
     try:
         yield
     finally:
@@ -175,7 +160,7 @@ def watched_graphs(parts: Sequence[nn.Module]) -> Iterator[None]:
             del part.__dict__["forward"]
 
 
-def _by_node(part: GraphModule, given: Given) -> Callable[..., Any]:
+def _by_node(part: GraphModule, given: Converted) -> Callable[..., Any]:
     run = node_by_node(part.forward, part, given, "eager")
 
     def forward(*args: Any, **kwargs: Any) -> Any:

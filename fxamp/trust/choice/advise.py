@@ -14,7 +14,7 @@ import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -41,7 +41,6 @@ _ROUNDS = (7, 60)  # at least and at most
 _EQUAL = 0.03  # times that differ by less than this part are equal
 _ERROR = 2.0  # times autocast's error is still near it
 _ALIKE = 1.02  # errors that differ by less than this factor are equal
-_SCALE, _LEAST = 2.0**16, 1.0  # loss scales of FP16, the first and the last
 
 
 @dataclass(frozen=True)
@@ -278,24 +277,8 @@ def _option(
     return Option(
         short, *timed, errors.casts or 0, errors.cast_bytes or 0, saved, errors.loss, errors.per_parameter,
         None if predicted is None else predicted.loss, None if predicted is None else predicted.per_parameter,
-        sum(1 for _ in _skips(subject, name, batch)),
+        subject.skips(name) if math.isfinite(errors.gradient) else _MOST_SKIPPED + 1,
     )  # fmt: skip
-
-
-def _skips(subject: Subject, name: str, batch: Batch) -> Iterator[float]:
-    """Yield the loss scales at which a step in FP16 is skipped."""
-    if name == FP32 or subject.policy(name).dtype != torch.float16:
-        return
-    forward, scale = subject.forward(name, batch), _SCALE
-    while scale >= _LEAST:
-        with subject.given.as_before(subject.model), torch.enable_grad():
-            loss = forward()
-            with no_autocast():
-                (loss.float() * scale).backward()
-            if all(bool(p.grad.isfinite().all()) for p in subject.model.parameters() if p.grad is not None):
-                return
-        yield scale
-        scale /= 2
 
 
 def choose(options: Sequence[Option]) -> tuple[str, str]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -58,7 +58,9 @@ class Derivatives:
         self._handed: dict[Any, Any] = {}  # by key, the first one with the same gradient
         looked_at, count = subject.given.batches[:most], len(subject.given.batches)
         if norms is None:
-            norms, count = self._norms(looked_at), len(looked_at)
+            norms, count = dict[str, float](), len(looked_at)
+            for batch in looked_at:
+                squared(subject.emulated(name, batch, lambda _, value: value).gradients, norms)
         self._sizes = {name: (norms[name] / count) ** 0.5 for name in living(norms)}  # of gradients, RMS over batches
         for batch in looked_at:
             direction, step = self._direction(batch)
@@ -95,12 +97,6 @@ class Derivatives:
         for batch in self._subject.given.unlike():
             self._subject.emulated(name, batch, at, backward=False)
         return list(found.values())
-
-    def _norms(self, batches: Sequence[Batch]) -> dict[str, float]:
-        found: dict[str, float] = {}
-        for batch in batches:
-            squared(self._subject.emulated(self._name, batch, lambda _, value: value).gradients, found)
-        return found
 
     def _direction(self, batch: Batch) -> tuple[dict[str, Tensor], float]:
         """Return a random direction in which each parameter's gradient counts alike, and how far to go along it."""

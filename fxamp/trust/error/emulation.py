@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -32,6 +32,7 @@ from passes.runtime.casts import again, cast_floating, cast_weight
 from passes.runtime.regions import under_autocast
 
 from ..given_step import floats
+from ..watch import readers
 
 _TO_LOW = ("half", "bfloat16")  # methods
 _UNCHANGED = (again, cast_floating, cast_weight)  # casts of the runtime: their first argument is what is cast
@@ -102,7 +103,7 @@ class GraphSites:
         author = keys(n for n in graph.graph.nodes if not is_ours(n))
         self._aliases = Aliases(graph.graph)
         self.bodies = Body(graph, None).bodies()
-        self.keys = {n: author.get(n) or _reader(n, author) for n in graph.graph.nodes if n.op.startswith("call")}
+        self.keys = {n: _key(n, author) for n in graph.graph.nodes if n.op.startswith("call")}
         self.low = {n: _is_low(n.meta.get("val")) for n in graph.graph.nodes}
         self._moves = {n: self._only_moves(n) for n in self.keys}
         self._sites: dict[tuple[Node, str], Site] = {}
@@ -128,7 +129,7 @@ class GraphSites:
         if found is None:
             rounds = self.low[node] and not self._moves[node]
             cast = is_inserted(node) and rounds
-            reads = tuple((self.keys[r], self.source(node)) for r in _readers(node)) if cast else ()
+            reads = tuple((self.keys[r], self.source(node)) for r in readers(node)) if cast else ()
             named = part or ("cast" if cast else "clamp" if is_ours(node) else "")
             writes = self._aliases.is_mutated(node)
             found = Site(self.keys[node], node, named, rounds, writes, self._names, reads)
@@ -245,8 +246,9 @@ class Emulation(Interpreter):
             return self._higher_order(n, args)
         inside = _INSIDE.get(ops.name(n)) if self._sites.low[n] or self._everywhere else None
         if inside is not None:
-            named = {key: self._value(ops.argument(n, key)) for key in inside.arguments}
-            made = inside.run(lambda part, v: self._at(self._sites.of(n, part), v), named)
+            run, arguments = inside
+            named = {key: self._value(ops.argument(n, key)) for key in arguments.split()}
+            made = run(lambda part, v: self._at(self._sites.of(n, part), v), named)
             if made is not None:
                 return made
         return getattr(self, n.op)(n.target, args, kwargs)
@@ -338,22 +340,11 @@ def _attention(at: Callable[[str, Tensor], Tensor], given: dict[str, Any]) -> Te
     return out
 
 
-@dataclass(frozen=True)
-class _Inside:
-    """How a kernel computes in steps: the arguments that it reads, and a function of them that names its parts."""
-
-    run: Callable[[Callable[[str, Tensor], Tensor], dict[str, Any]], Tensor | None]
-    arguments: tuple[str, ...]
-
-
-_INSIDE = {
-    "log_softmax": _Inside(_log_softmax, ("self", "input", "dim")),
-    "cross_entropy_loss": _Inside(
-        _cross_entropy, ("self", "input", "target", "weight", "label_smoothing", "reduction", "ignore_index")
-    ),
-    "scaled_dot_product_attention": _Inside(
-        _attention, ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-    ),
+# How a kernel computes in steps: a function that names its parts, and the arguments that it reads.
+_INSIDE: dict[str, tuple[Callable[[Callable[[str, Tensor], Tensor], dict[str, Any]], Tensor | None], str]] = {
+    "log_softmax": (_log_softmax, "self input dim"),
+    "cross_entropy_loss": (_cross_entropy, "self input target weight label_smoothing reduction ignore_index"),
+    "scaled_dot_product_attention": (_attention, "query key value attn_mask dropout_p is_causal scale enable_gqa"),
 }
 
 
@@ -365,23 +356,11 @@ def _chooses(node: Node) -> bool:
     return bool(read) and ops.argument(node, "dim") is not None
 
 
-def _readers(node: Node) -> Iterator[Node]:
-    """Yield the author's nodes that read a cast."""
-    for user in node.users:
-        if is_ours(user):
-            yield from _readers(user)
-        elif user.op != "output":
-            yield user
-
-
-def _reader(node: Node, author: dict[Node, str]) -> str:
-    """Return the key of the first node that reads a cast; that of what is cast where none but the output does."""
-    for user in node.users:
-        if user.op == "output":
-            continue
-        return author[user] if user in author else _reader(user, author)
+def _key(node: Node, author: Mapping[Node, str]) -> str:
+    """Return the key of a node; of a cast, that of its first reader, else of what is cast."""
+    found = next((author[n] for n in (node, *readers(node)) if n in author), None)
     first = node.args[0] if node.args else None
-    return author.get(first, "(output)") if isinstance(first, Node) else "(output)"
+    return found or (author.get(first, "(output)") if isinstance(first, Node) else "(output)")
 
 
 def _is_low(value: Any) -> bool:

@@ -77,23 +77,21 @@ def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 class Rounded(torch.autograd.Function):
-    """A value rounded at random, forward, and its gradient in backward; each can be left out."""
+    """A value rounded at random in forward, unless that is left out, and its gradient in backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any, value: Tensor, low: torch.dtype, generator: torch.Generator, forward: bool, backward: bool
-    ) -> Tensor:
+    def forward(ctx: Any, value: Tensor, low: torch.dtype, generator: torch.Generator, forward: bool) -> Tensor:
         """Round the value, or return a view of it."""
-        ctx.low, ctx.generator, ctx.rounds = low, generator, backward
+        ctx.low, ctx.generator = low, generator
         return stochastic(value, low, generator) if forward else value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         """Round the gradient."""
-        return stochastic(grad, ctx.low, ctx.generator) if ctx.rounds else grad, None, None, None, None
+        return stochastic(grad, ctx.low, ctx.generator), None, None, None
 
 
 def rounded(value: Tensor, low: torch.dtype, generator: torch.Generator, *, forward: bool = True) -> Tensor:
     """Return a value rounded at random, whose gradient is rounded at random in backward."""
-    made: Tensor = Rounded.apply(value, low, generator, forward, True)  # type: ignore[no-untyped-call]
+    made: Tensor = Rounded.apply(value, low, generator, forward)  # type: ignore[no-untyped-call]
     return made

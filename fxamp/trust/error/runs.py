@@ -155,6 +155,11 @@ class Subject:
             return 1.0
         return self._scales.get(name, _SCALE)
 
+    def skips(self, name: str) -> int:
+        """Return how many steps in FP16 were skipped until the loss scale fitted."""
+        fp16 = name != FP32 and self.policy(name).dtype == torch.float16
+        return round(math.log2(_SCALE / self.scale(name))) if fp16 else 0
+
     def casts(self, name: str) -> tuple[int, int]:
         """Return how many casts a step with the real kernels makes, and the bytes that they read and write.
 
@@ -227,8 +232,7 @@ class Subject:
         """Return the sites of an emitted graph, found once."""
         if id(graph) not in self._sites:
             inputs = [n.name for n in graph.graph.nodes if n.op == "placeholder"]
-            places, parameters = getattr(converted, "places", ()), getattr(converted, "parameters", ())
-            names = {inputs[i]: path for i, (_, path) in zip(places, parameters, strict=False)}
+            names = {inputs[i]: path for i, (_, path) in zip(converted.places, converted.parameters, strict=False)}
             self._sites[id(graph)] = graph, GraphSites(graph, names)
         return self._sites[id(graph)][1]
 

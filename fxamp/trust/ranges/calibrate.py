@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from passes.contract.policy import Policy
-from passes.graph.notes import is_inserted
+from passes.graph.notes import is_inserted, is_ours
 from passes.graph.values import keys
 from passes.ops import ops
 from passes.ops.rules import row_of
@@ -25,6 +25,7 @@ from ..calibration import Calibration, Range, checksums
 from ..error.emulation import Site
 from ..error.runs import Subject
 from ..given_step import Loss, given_step
+from ..watch import readers
 
 _SAMPLE = 1024  # elements of a tensor that are counted
 _FLUSHED, _NORMAL = 2.0**-25, 2.0**-14  # FP16 rounds what is at most this to 0; what is below this has fewer bits
@@ -82,7 +83,6 @@ class _Ranges:
         self._measured: list[tuple[list[tuple[str, bool]], Tensor]] = []
         self._bounds: dict[str, Tensor | float | None] = {}
         self._nodes: dict[str, Node] = {}
-        self._keys: dict[Graph, dict[Node, str]] = {}
 
     def __call__(self, site: Site, value: Tensor) -> Tensor:
         """Look at the value of a site, and at its gradient when it is there."""
@@ -146,17 +146,12 @@ class _Ranges:
 
     def readers(self) -> dict[str, tuple[str, ...]]:
         """Return the nodes that read the value of each node, by key."""
-        return {key: tuple(dict.fromkeys(self._readers(node))) for key, node in self._nodes.items()}
-
-    def _readers(self, node: Node) -> Iterable[str]:
-        graph = node.graph
-        if graph not in self._keys:
-            self._keys[graph] = keys(n for n in graph.nodes if not is_inserted(n))
-        for user in node.users:
-            if is_inserted(user):
-                yield from self._readers(user)
-            elif user in self._keys[graph]:
-                yield self._keys[graph][user]
+        graphs = dict.fromkeys(node.graph for node in self._nodes.values())
+        known = {graph: keys(n for n in graph.nodes if not is_ours(n)) for graph in graphs}
+        return {
+            key: tuple(dict.fromkeys(known[node.graph][reader] for reader in readers(node)))
+            for key, node in self._nodes.items()
+        }
 
     def read(self) -> tuple[dict[str, Range], dict[str, Range]]:
         """Return the ranges of values and of gradients, by key."""

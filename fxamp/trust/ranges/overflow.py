@@ -25,7 +25,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from passes._torch import OpOverload, current_autograd_node, own_schema, pytree, storage_id
 from passes.contract.errors import PolicyError
-from passes.contract.plan import Decision, Plan
+from passes.contract.plan import Decision
 from passes.contract.policy import Policy, dtype_name
 from passes.contract.reasons import Code
 from passes.graph.aliases import mutated_operands
@@ -35,7 +35,7 @@ from passes.graph.values import LOW_DTYPES, no_autocast
 
 from ...convert import converted_in
 from ..census.rows import Ledger, ledgers_of, where_of
-from ..census.step import Given, watched_graphs
+from ..census.step import watched_graphs
 from ..error.emulation import raised
 from ..given_step import Batch, GivenStep, Loss, given_step
 from ..tensors import dense
@@ -371,17 +371,18 @@ class _Finite(Watch):
         """Run a graph as it was emitted, even if a compiler has made something else of it."""
         before = self._place
         try:
-            return _Nodes(self, self._enter(converted.graph, converted.plan)).run(*args, enable_io_processing=False)
+            return _Nodes(self, self._enter(converted)).run(*args, enable_io_processing=False)
         finally:
             self._place = before
 
-    def _enter(self, graph: GraphModule, plan: Plan) -> int:
+    def _enter(self, converted: Any) -> int:
         """Return the number of a graph here; the graphs inside it follow, in the order of the plan."""
-        known = next((at for at, ran in enumerate(self.graphs) if ran.graph is graph), None)
+        known = next((at for at, ran in enumerate(self.graphs) if ran.graph is converted.graph), None)
         if known is not None:
             return known
-        first, inside = len(self.graphs), _all_graphs(graph)
-        self.graphs += [Ran(Given(g, plan.from_graph(i)), g, "") for i, g in enumerate(inside)]
+        first, plan = len(self.graphs), converted.plan
+        for i, graph in enumerate(_all_graphs(converted.graph)):
+            self.graphs.append(Ran(replace(converted, graph=graph, plan=plan.from_graph(i)), graph, ""))
         return first
 
     def node(self, nodes: _Nodes, n: Node) -> Any:

@@ -323,7 +323,9 @@ def _kept(state: State, site: Site) -> Colouring:
     like = _like_its_reference(state, site)
     if like is not None:
         return like
-    colouring = keep(state, site, Code.KEEP(site.row.reason))
+    explicit = ops.argument(site.node, "dtype") if site.row.exact else None
+    why = Code.DTYPE_ARGUMENT(str(explicit)) if isinstance(explicit, torch.dtype) else Code.KEEP(site.row.reason)
+    colouring = keep(state, site, why)
     return colouring if colouring.operand_dtypes else replace(colouring, reason=Code.AS_WRITTEN(site.row.reason))
 
 

@@ -195,7 +195,7 @@ def _solve_part(problem: Problem) -> set[Variable]:
         if v != Side.FP32 and w != Side.LOW:
             _edge(graph, v, w, INFINITY)
     residual = nx.algorithms.flow.boykov_kolmogorov(graph, Side.LOW, Side.FP32)
-    fp32_side = _reaching(Side.FP32, residual)
+    fp32_side = residual.graph["trees"][1]  # what can still reach the sink: the smallest FP32 side of all minimum cuts
     return {v for v in problem.low if v not in fp32_side}
 
 
@@ -211,18 +211,6 @@ def _add_net(graph: nx.DiGraph[Hashable], net: Net, i: int) -> None:
             _edge(graph, up, reader, INFINITY if alone is None else alone)
         if net.tensor != Side.LOW and reader != Side.FP32:
             _edge(graph, reader, down, INFINITY)
-
-
-def _reaching(sink: Hashable, residual: nx.DiGraph[Hashable]) -> set[Hashable]:
-    """Return the vertices that can still reach the sink: the smallest FP32 side of all minimum cuts."""
-    reached, front = {sink}, [sink]
-    while front:
-        w = front.pop()
-        for v, data in residual.pred[w].items():
-            if v not in reached and data["flow"] < data["capacity"]:
-                reached.add(v)
-                front.append(v)
-    return reached
 
 
 def _edge(graph: nx.DiGraph[Hashable], tail: Hashable, head: Hashable, capacity: Cost) -> None:

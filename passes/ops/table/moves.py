@@ -92,7 +92,7 @@ ROWS = (
         of("bincount", out="integer"),
         "combinations affine_grid_generator",
     ),
-    *group(KEEP, KEEP, "random: another dtype draws another stream",
+    *group(KEEP, KEEP, "random: drawn in the dtype of the model, since another dtype draws other numbers",
         of("rand randn randint", dtype_arg=True, exact=True),
         of("rand_like randn_like randint_like", dtype_arg=True, exact=True, absorbs_cast="cpu cuda"),
         of("randperm", dtype_arg=True, exact=True, out="int"),

@@ -245,6 +245,27 @@ def test_target_that_does_not_work_is_named(here: Path, target: str, message: st
 
 
 @pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        ("raise KeyError('mine')", "KeyError at net.py:3: 'mine'"),
+        ("return int('x')", "ValueError at net.py:3: invalid"),
+    ],
+)
+def test_an_error_of_the_models_own_is_not_taken_for_one_of_fxamp(
+    here: Path, capsys: Capture, body: str, error: str
+) -> None:
+    (here / "net.py").write_text(
+        f"import torch\nclass Net(torch.nn.Module):\n    def forward(self, x): {body}\n"
+        "def build(): return Net(), torch.ones(2, 2)\n",
+        encoding="utf-8",
+    )
+    assert main(["report", "net.py:build"]) == 2
+    said = error_of(capsys)
+    assert f"the code of the target raised {error}" in said
+    assert "please report it" not in said
+
+
+@pytest.mark.parametrize(
     "error", [kind("two\nlines") for kind in (CaptureError, RuntimeError, SystemExit, GeneratorExit)]
 )
 def test_error_while_planning_is_one_line(

@@ -143,8 +143,10 @@ def test_the_command_leaves_with_0_1_or_2(
     assert main(["verify", "net.py:step", "--policy", "O1", "--policy", "autocast", "--output-format", "json"]) == 0
     assert [e["policy"] for e in json.loads(capsys.readouterr().out)["policies"]] == ["FP32", "O1", "autocast"]
     assert main(["verify", "net.py:step", "--tolerance", "1e-5"]) == 1
+    said = capsys.readouterr().err
+    assert re.search(r"O2,dtype=bf16: an error per parameter of \S+ is above --tolerance 1e-05", said)
     assert main(["verify", "net.py:step", "--tolerance", "0.5"]) == 0
-    capsys.readouterr()
+    assert "above" not in capsys.readouterr().err
     for argv, said in (
         (["net.py:alone"], "let the target return (Linear, batch)"),
         (["net.py:lossless"], "has no loss; let TARGET return (fxamp.TrainStep("),
