@@ -181,9 +181,9 @@ class TimesHundred(torch.autograd.Function):
         return g * 100, None
 
 
-def saved(value: Any) -> Any:
+def saved(value: Any, weights_only: bool = False) -> Any:
     """Return a value after `torch.save` and `torch.load`."""
     file = io.BytesIO()
     torch.save(value, file)
     file.seek(0)
-    return torch.load(file, weights_only=False)
+    return torch.load(file, weights_only=weights_only)

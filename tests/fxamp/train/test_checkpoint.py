@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import io
 import math
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,9 @@ from torch.optim.swa_utils import AveragedModel
 import fxamp
 from fxamp.train.step import TrainStep
 from passes.contract.errors import PolicyError
-from tests.support.helpers import in_turns
+from tests.support.helpers import in_turns, saved
 from tests.support.processes import in_another_process
+from tests.support.small import loss_of as loss_times
 
 X = torch.randn(12, 3, 4, generator=torch.Generator().manual_seed(0))
 FACTORS = [1.0, 0.5, math.inf, 1.0, 1.0, 2.0, 0.25, 1.0, 1.0, math.nan, 1.0, 1.0]
@@ -33,10 +33,6 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.drop(self.first(x).relu()))
-
-
-def loss_times(output: Tensor, factor: float) -> Tensor:
-    return output.square().mean() * factor
 
 
 @functools.cache
@@ -60,11 +56,7 @@ def build(policy: str = "O1,dtype=bf16", seed: int = 0, **settings: Any) -> Trai
     return TrainStep(model, loss_times, optimizers, **settings)
 
 
-def through_a_file(state: Any) -> Any:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
+through_a_file = functools.partial(saved, weights_only=True)
 
 
 def tensors_of(step: TrainStep) -> list[Tensor]:

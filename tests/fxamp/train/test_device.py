@@ -21,20 +21,10 @@ from fxamp.train.result import to_host
 from fxamp.train.step import TrainStep
 from passes.contract.errors import ScaleCollapseError
 from tests.support.helpers import in_turns
+from tests.support.small import loss_of as loss_times
+from tests.support.training import Reads
 
 X = torch.tensor([[1.0, 2.0, 3.0, 4.0], [0.5, 0.25, 2.0, 1.0]])
-
-
-class Reads(TorchDispatchMode):
-    """Counts reads of numbers from a tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
 
 
 class Passes(TorchDispatchMode):
@@ -48,10 +38,6 @@ class Passes(TorchDispatchMode):
         if any(word in str(func) for word in ("norm", "aminmax", "isfinite", "non_finite")):
             self.ops.append(str(func))
         return func(*args, **(kwargs or {}))
-
-
-def loss_times(output: Tensor, factor: float = 1.0) -> Tensor:
-    return output.square().mean() * factor
 
 
 def make_step(optimizer: Callable[[Any], Optimizer], **settings: Any) -> TrainStep:

@@ -16,21 +16,15 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import fxamp
 from fxamp.train.step import TrainStep
 from passes.contract.errors import PolicyError
+from tests.support.small import loss_of as loss_times
+from tests.support.small import weights_of as weights
 
 X = torch.randn(8, 4, 4, generator=torch.Generator().manual_seed(0))  # micro-batches of 4 rows
-
-
-def loss_times(output: Tensor, factor: float = 1.0) -> Tensor:
-    return output.square().mean() * factor
 
 
 def make_model() -> nn.Linear:
     torch.manual_seed(0)
     return nn.Linear(4, 1)
-
-
-def weights(model: nn.Module) -> list[Tensor]:
-    return [p.detach().clone() for p in model.parameters()]
 
 
 # ------------------------------------------------------------------------------------- skip_microbatch

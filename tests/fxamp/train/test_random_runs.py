@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import random
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import fxamp
 from fxamp.train.weights import Mode
+from tests.support.helpers import saved
 
 SEEDS = 200
 QUICK = (44, 7)  # with a weight that is read twice, and a layer that is called twice
@@ -105,10 +105,7 @@ class Run:
             self.within = False
             return self.step.flush().stepped
         if event == "save and load":
-            file = io.BytesIO()
-            torch.save(self.step.state_dict(), file)
-            file.seek(0)
-            self.step.load_state_dict(torch.load(file))
+            self.step.load_state_dict(saved(self.step.state_dict(), weights_only=True))
         elif event == "evaluate":
             with torch.no_grad():
                 return self.converted(ids)

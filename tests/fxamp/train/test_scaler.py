@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
 import pickle
 from collections.abc import Callable
@@ -13,10 +12,11 @@ import pytest
 import torch
 from torch import nn
 from torch.amp import GradScaler
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxamp.train.scaler import LossScaler
 from passes.contract.errors import FxampError, PolicyError, ScaleCollapseError
+from tests.support.helpers import saved
+from tests.support.training import Reads
 
 OK, INF, NAN = 1.0, math.inf, math.nan
 
@@ -53,18 +53,6 @@ def assert_same_trajectory(a: list[tuple[float, torch.Tensor]], b: list[tuple[fl
     assert all(torch.equal(x, y) for (_, x), (_, y) in zip(a, b, strict=True))
 
 
-class CountSyncs(TorchDispatchMode):
-    """Counts reads of a tensor by the host."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
-
-
 # ------------------------------------------------------------------------------------- as GradScaler
 
 
@@ -83,7 +71,7 @@ def test_with_extensions_off_it_reads_the_device_as_often_as_gradscaler(fused: b
     counts = []
     for scaler in (LossScaler("cpu"), GradScaler("cpu")):
         model, optimizer = make_problem(fused=fused)
-        with CountSyncs() as syncs:
+        with Reads() as syncs:
             for factor in (OK, INF, OK):
                 optimizer.zero_grad()
                 scaler.scale(model(torch.ones(2, 4)).mean() * factor).backward()
@@ -97,7 +85,7 @@ def test_max_skips_costs_an_ordinary_optimizer_no_further_read_of_the_device() -
     scaler = LossScaler("cpu", max_skips=5, hysteresis=2, min_scale=1.0)
     model, _ = make_problem()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with CountSyncs() as syncs:
+    with Reads() as syncs:
         scaler.scale(model(torch.ones(2, 4)).mean()).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -239,11 +227,8 @@ def test_state_keeps_extensions_and_their_counts() -> None:
 
 
 def test_state_survives_torch_save_with_weights_only() -> None:
-    buffer = io.BytesIO()
     scaler = LossScaler(max_skips=3)
-    torch.save(scaler.state_dict(), buffer)
-    buffer.seek(0)
-    assert torch.load(buffer, weights_only=True) == scaler.state_dict()
+    assert saved(scaler.state_dict(), weights_only=True) == scaler.state_dict()
 
 
 def test_loading_brings_the_scale_within_the_bounds() -> None:
@@ -408,10 +393,10 @@ def test_history_names_the_first_bad_parameter_and_does_not_read_it_before_it_is
     scaler = LossScaler("cpu")
     model, optimizer = make_problem()
     scaler.name_parameters(model.named_parameters())
-    with CountSyncs() as syncs:
+    with Reads() as syncs:
         run_step(scaler, model, optimizer, NAN)
     counted = syncs.count
-    with CountSyncs() as plain:
+    with Reads() as plain:
         run_step(GradScaler("cpu"), model, optimizer, NAN)
     assert counted == plain.count
     assert [event.culprit for event in scaler.history] == ["weight (NaN)"]

@@ -18,6 +18,8 @@ from fxamp.train.result import StepResult
 from fxamp.train.scaler import LossScaler
 from fxamp.train.step import TrainStep
 from passes.contract.errors import NotAModuleError, PolicyError, ScaleCollapseError
+from tests.support.small import loss_of as loss_times
+from tests.support.small import weights_of as weights
 
 # ------------------------------------------------------------------------------------- one step
 
@@ -29,15 +31,7 @@ def make_step(**settings: Any) -> tuple[nn.Linear, TrainStep]:
     return model, TrainStep(model, loss_times, SGD(model.parameters(), lr=0.5), **settings)
 
 
-def loss_times(output: Tensor, factor: float = 1.0) -> Tensor:
-    return output.square().mean() * factor
-
-
 X = torch.tensor([[1.0, 2.0, 3.0, 4.0], [0.5, 0.25, 2.0, 1.0]])
-
-
-def weights(model: nn.Module) -> list[Tensor]:
-    return [p.detach().clone() for p in model.parameters()]
 
 
 def test_result_says_what_happened() -> None:

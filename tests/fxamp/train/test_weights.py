@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import io
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -27,7 +26,7 @@ from fxamp.train.weights import WeightCasts
 from passes.contract.errors import CaptureError, PolicyError
 from reports.subjects import subject, unchanged
 from reports.zoo import BY_NAME
-from tests.support.helpers import matrix
+from tests.support.helpers import matrix, saved
 
 WIDTH, VOCABULARY = 16, 11
 NEVER = "O1,dtype=bf16,share_casts=never"
@@ -597,16 +596,8 @@ def test_gradients_are_compatible_with_a_mid_window_state_dict() -> None:
     assert all(torch.equal(after[k], before[k]) for k in before)
 
 
-def by_pickle(step: TrainStep) -> TrainStep:
-    file = io.BytesIO()
-    torch.save(step, file)
-    file.seek(0)
-    loaded: TrainStep = torch.load(file, weights_only=False)
-    return loaded
-
-
 @pytest.mark.usefixtures("eager_and_traced")
-@pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle])
+@pytest.mark.parametrize("copied", [copy.deepcopy, saved])
 def test_a_copy_of_a_step_trains_its_own_model_the_same_and_is_made_between_windows(
     copied: Callable[[TrainStep], TrainStep],
 ) -> None:

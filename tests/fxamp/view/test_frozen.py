@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ import fxamp
 from fxamp.measure.counts import _Counter
 from fxamp.view.view import runner_of
 from reports.zoo import LeNet5
-from tests.support.helpers import in_turns
+from tests.support.helpers import in_turns, saved
 
 X = torch.randn(2, 1, 28, 28, generator=torch.Generator().manual_seed(0))
 WITHOUT: list[Callable[[], Any]] = [torch.no_grad, torch.inference_mode]
@@ -95,14 +94,7 @@ def test_only_a_view_can_be_frozen() -> None:
         pass
 
 
-def _saved(view: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(view, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, _saved])
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, saved])
 def test_a_copy_is_not_frozen(copied: Callable[[Any], Any]) -> None:
     view = lenet()
     expected = view(X)
