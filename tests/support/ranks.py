@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import fxamp
 from tests.support.processes import warm
 
 LOW = "O1,dtype=bf16"
@@ -58,15 +59,11 @@ def entry(converted: bool) -> dict[str, Any]:
 
 def ran(view: Any) -> None:
     """Hold that a view runs by its plan on this rank."""
-    import fxamp
-
     found = fxamp.census(view, next(iter(loader())))
     assert found, found.differences
 
 
 def compiled(model: Any, converted: bool, inner: str = "eager") -> Any:
-    import fxamp
-
     return fxamp.compile(model, policy=LOW, backend=inner) if converted else torch.compile(model, backend=inner)
 
 
@@ -91,8 +88,6 @@ def trained_by_hand(converted: bool) -> list[float]:
         optimizer.step()
         losses.append(loss.item())
     if converted:
-        import fxamp
-
         assert len(fxamp.graphs(parallel.module)) > 1, "torch has not split the graph"
     return losses
 
@@ -117,8 +112,6 @@ def trainer(converted: bool) -> list[float]:
 
 
 def trainer_of_view(converted: bool) -> list[float]:
-    import fxamp
-
     if not converted:
         return _by_trainer(bert())
     callback, view = fxamp.huggingface.FxampCallback(LOW), fxamp.convert(bert(), policy=LOW)
@@ -146,8 +139,6 @@ def accelerator(converted: bool) -> list[float]:
 
 
 def accelerator_of_view(converted: bool) -> list[float]:
-    import fxamp
-
     if not converted:
         return _by_accelerate(bert(), "bf16")
     view = fxamp.convert(bert(), policy=LOW)
@@ -208,8 +199,6 @@ def fit(converted: bool) -> list[float]:
 
 def _by_plugin(train: Callable[..., list[float]], converted: bool) -> list[float]:
     """Train with the plugin, or with the trainer's own precision."""
-    import fxamp
-
     if not converted:
         return train(lambda model: model, precision="bf16-mixed")
     plugin = fxamp.lightning.FxampPrecision(LOW)
