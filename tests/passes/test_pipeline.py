@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from fxamp.capture.capture_jit import attribute_of
 from passes import compile_graph
 from passes.assign.assign_precision import AssignPrecision
 from passes.casts.eliminate_casts import EliminateCasts
@@ -25,7 +26,7 @@ from passes.form import Assignment, Unit
 from passes.graph.notes import is_inserted
 from passes.graph.values import LOW_DTYPES, no_autocast
 from passes.ops import ops
-from tests.support.graphs import attribute, random_graph, random_inputs, residual_chain, run, storages, unit_of
+from tests.support.graphs import random_graph, random_inputs, residual_chain, run, storages, unit_of
 from tests.support.helpers import in_turns
 
 SEEDS = range(60)
@@ -47,9 +48,8 @@ def drawn(seed: int) -> GraphModule:
 def compiled(gm: GraphModule, level: str) -> tuple[GraphModule, Plan]:
     """Return a compiled copy of a graph and its plan."""
     new = copy.deepcopy(gm)
-    plan = compile_graph(
-        new.graph, Policy(level, dtype=torch.bfloat16, device="cpu"), functools.partial(attribute, new), capture="graph"
-    )
+    policy = Policy(level, dtype=torch.bfloat16, device="cpu")
+    plan = compile_graph(new.graph, policy, functools.partial(attribute_of, new), capture="graph")
     new.recompile()
     return new, plan
 
@@ -104,7 +104,7 @@ def inserted(gm: GraphModule, policy: Policy, seed: int) -> tuple[GraphModule, A
     """Return a copy of a graph with its casts in, and more at random that change no value; and the dtypes."""
     new, rng = copy.deepcopy(gm), random.Random(seed)
     with no_autocast():
-        assignment = AssignPrecision(policy)(Unit(new.graph, functools.partial(attribute, new)))
+        assignment = AssignPrecision(policy)(Unit(new.graph, functools.partial(attribute_of, new)))
         InsertCasts()(unit_of(new.graph, assignment))
     for node in [n for n in new.graph.nodes if n.op == "call_function" and not is_inserted(n)]:
         low = [o for o in ops.operands(node) if assignment.dtypes[o.node] in LOW_DTYPES and rng.random() < 0.5]
@@ -152,7 +152,8 @@ def test_eliminating_casts_changes_no_output_gradient_write_or_alias(seeds: rang
 def test_o2_is_finite_where_fp32_is_and_within_four_times_autocasts_distance(seed: int, low: torch.dtype) -> None:
     original = drawn(seed)
     new = copy.deepcopy(original)
-    compile_graph(new.graph, Policy("O2", dtype=low, device="cpu"), functools.partial(attribute, new), capture="graph")
+    policy = Policy("O2", dtype=low, device="cpu")
+    compile_graph(new.graph, policy, functools.partial(attribute_of, new), capture="graph")
     new.recompile()
     exact = copy.deepcopy(original).double()
     truth = _draw(exact, [x.double() for x in random_inputs(original)])
@@ -192,7 +193,7 @@ def _seconds_per_node(nodes: int) -> float:
     count = len(gm.graph.nodes)
     start = time.process_time()
     compile_graph(
-        gm.graph, Policy("O1", dtype=torch.bfloat16, device="cpu"), functools.partial(attribute, gm), capture="graph"
+        gm.graph, Policy("O1", dtype=torch.bfloat16, device="cpu"), functools.partial(attribute_of, gm), capture="graph"
     )
     return (time.process_time() - start) / count
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.fx import GraphModule
 
+from fxamp.capture.capture_jit import attribute_of
 from passes import NAMES, Printed, Timed, compile_graph, watched
 from passes.assign.assign_precision import AssignPrecision
 from passes.contract.errors import VerificationError
@@ -21,7 +22,7 @@ from passes.contract.policy import Policy
 from passes.form import Ensures, Pass, Unit
 from passes.pipeline import _run, preparing, rewriting
 from passes.watch import Watcher
-from tests.support.graphs import attribute, parse
+from tests.support.graphs import parse
 
 POLICY = Policy("O1", dtype="bf16", device="cpu")
 TEXT = """
@@ -37,7 +38,7 @@ TEXT = """
 
 def compiled(policy: Policy = POLICY) -> tuple[GraphModule, Plan]:
     gm = parse(TEXT)
-    return gm, compile_graph(gm.graph, policy, functools.partial(attribute, gm), capture="graph")
+    return gm, compile_graph(gm.graph, policy, functools.partial(attribute_of, gm), capture="graph")
 
 
 def test_a_pass_is_its_configuration() -> None:
@@ -89,7 +90,7 @@ def test_what_a_pass_breaks_is_found_after_it(ensures: Ensures) -> None:
             return {}
 
     gm, _ = compiled()
-    unit = _run(Unit(gm.graph, functools.partial(attribute, gm)), (AssignPrecision(POLICY),), Counter())
+    unit = _run(Unit(gm.graph, functools.partial(attribute_of, gm)), (AssignPrecision(POLICY),), Counter())
     if ensures is Ensures.DTYPES:
         with pytest.raises(VerificationError, match=r"linear .*gives torch\.\w+, its plan says torch\.float64"):
             _run(unit, (Widens(),), Counter())
@@ -140,7 +141,7 @@ def test_the_plan_says_how_often_each_rule_fired_and_which_never_did() -> None:
 
 def test_a_second_run_of_the_passes_that_eliminate_finds_nothing() -> None:
     gm = parse(TEXT)
-    unit = _run(Unit(gm.graph, functools.partial(attribute, gm)), (AssignPrecision(POLICY),), Counter())
+    unit = _run(Unit(gm.graph, functools.partial(attribute_of, gm)), (AssignPrecision(POLICY),), Counter())
     edits: Counter[str] = Counter()
     _run(unit, rewriting(POLICY), edits)
     before = dict(edits)

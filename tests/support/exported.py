@@ -29,10 +29,6 @@ class Model(nn.Module):
         return self.body(self, *args)
 
 
-def example(rows: int = 4) -> Tensor:
-    return torch.randn(rows, 6, generator=torch.Generator().manual_seed(rows))
-
-
 def exported(model: nn.Module, *args: Tensor, dynamic: bool = False) -> GraphModule:
     """Export a model; return its graph."""
     dims = tuple({0: torch.export.Dim.AUTO} for _ in args) if dynamic else None

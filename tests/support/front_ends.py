@@ -19,6 +19,7 @@ import fxamp
 from passes._torch import pytree
 from passes.graph.notes import is_inserted
 from reports.baseline import UnderAutocast
+from tests.support.exported import program_of
 from tests.support.helpers import Two, assert_same, example, run
 
 FRONT_ENDS = ("view", "graph")
@@ -55,13 +56,8 @@ def one() -> tuple[Tensor]:
 def convert(model: nn.Module, args: Any = None, front_end: str = "view", policy: str = "O1", **options: Any) -> Any:
     """Return a view of a model, captured at once if there are inputs; or the converted graph of its export."""
     if front_end == "graph":
-        return fxamp.convert(exported(model, args), policy=policy)
+        return fxamp.convert(program_of(model, args), policy=policy)
     return fxamp.convert(model, args, policy=policy, **options)
-
-
-def exported(model: nn.Module, args: tuple[Any, ...]) -> torch.export.ExportedProgram:
-    """Export a model in its present mode, with any batch size that it takes."""
-    return torch.export.export(model, args, strict=False)
 
 
 def decided(module: nn.Module, op: str) -> list[str]:
@@ -95,15 +91,14 @@ def aliases(args: Any, output: Any) -> list[list[int]]:
     return [[j for j in range(i) if place[j] == place[i]] for i in range(len(tensors(args)), len(values))]
 
 
-def assert_eager(module: nn.Module, model: nn.Module, args: tuple[Any, ...], *, shared: bool = True) -> None:
+def assert_eager(module: nn.Module, model: nn.Module, args: tuple[Any, ...]) -> None:
     """Check a model that nothing was rounded in: outputs, gradients, buffers, random state, inputs, shared memory."""
     mine, theirs = own(args), own(args)
     ours, eager = run(module, model, mine, {}), run(model, model, theirs, {})
     for a, b in zip(ours, eager, strict=True):
         assert_same(a, b)
     assert_same(mine, theirs)
-    if shared:
-        assert aliases(mine, ours[0]) == aliases(theirs, eager[0])
+    assert aliases(mine, ours[0]) == aliases(theirs, eager[0])
 
 
 def under_autocast(model: nn.Module, args: tuple[Any, ...], dtype: torch.dtype = BF16) -> Any:
@@ -186,9 +181,9 @@ def equal(a: Any, b: Any) -> bool:
     return all(torch.equal(x.float(), y.float()) for x, y in zip(tensors(a), tensors(b), strict=True))
 
 
-def assert_trains_as_autocast(module: nn.Module, model: nn.Module, *args: Any, low: torch.dtype = BF16) -> None:
+def assert_trains_as_autocast(module: nn.Module, model: nn.Module, *args: Any) -> None:
     """Check the outputs and all gradients of one call against torch.autocast, to the bit."""
-    ours, autocasts = (run(call, model, args, {})[:2] for call in (module, UnderAutocast(model, low)))
+    ours, autocasts = (run(call, model, args, {})[:2] for call in (module, UnderAutocast(model, BF16)))
     assert equal(ours, autocasts)
 
 
@@ -214,7 +209,7 @@ def at_levels(model: nn.Module, args: Any, front_end: str, *policies: str) -> li
     """Return for each policy what converts the model, which is exported once."""
     if front_end == "view":
         return [partial(convert, model, args, front_end, policy) for policy in policies]
-    program = exported(model, args)
+    program = program_of(model, args)
     return [partial(fxamp.convert, program, policy=policy) for policy in policies]
 
 

@@ -98,9 +98,9 @@ def serve(rank: int, count: int, port: int, connection: Connection) -> None:
     leave_group()
 
 
-def join(rank: int, count: int, port: int, seconds: float = COLLECTIVE) -> None:
+def join(rank: int, count: int, port: int) -> None:
     """Make this process a rank of a group; not by a file, for which the last one to leave may wait for ever."""
-    timeout = datetime.timedelta(seconds=seconds)
+    timeout = datetime.timedelta(seconds=COLLECTIVE)
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=count, timeout=timeout)
 

@@ -20,7 +20,7 @@ import fxamp
 from passes.contract.errors import CaptureError, NotAModuleError, PolicyError
 from passes.graph.notes import is_inserted
 from reports.zoo import BY_NAME
-from tests.support.front_ends import exported
+from tests.support.exported import program_of
 
 O1, O2 = "O1,dtype=bf16", "O2,dtype=bf16"
 pytestmark = [
@@ -156,7 +156,7 @@ def test_a_train_step_runs_as_planned_and_is_as_before(make: Any, policy: str) -
 
 
 def test_a_converted_graph_runs_as_planned() -> None:
-    graph = fxamp.convert(exported(Net(), (X,)), policy=O2)
+    graph = fxamp.convert(program_of(Net(), (X,)), policy=O2)
     found = fxamp.census(graph, X, Y, loss=CE)
     assert found, said(found)
     assert "forward" not in vars(graph)
@@ -566,7 +566,7 @@ def fp16_with_a_disabled_scaler() -> Any:
 
 
 def changed(change: Callable[[Any], None]) -> Any:
-    graph = fxamp.convert(exported(Net(), (X,)), policy=O2)
+    graph = fxamp.convert(program_of(Net(), (X,)), policy=O2)
     change(graph)
     graph.recompile()
     return fxamp.census(graph, X, Y, loss=CE)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxamp
-from tests.support.front_ends import FRESH, exported, under_autocast
+from tests.support.exported import program_of
+from tests.support.front_ends import FRESH, under_autocast
 from tests.support.helpers import OLD_DYNAMO, TimesHundred, Two, assert_is_eager, assert_same, example, in_turns
 
 pytestmark = FRESH
@@ -426,7 +427,7 @@ def test_the_pass_over_an_export_keeps_it(construct: str, training: bool) -> Non
     build, inputs = CONSTRUCTS[construct]
     torch.manual_seed(0)
     model, args = build().train(training), inputs()
-    converted = fxamp.convert(exported(model, args), policy="O0")
+    converted = fxamp.convert(program_of(model, args), policy="O0")
     assert_is_eager(converted, model, *args)
 
 

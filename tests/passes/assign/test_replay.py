@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+from fxamp.capture.capture_jit import attribute_of
 from passes import compile_graph
 from passes.contract.errors import PlanError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy
-from tests.support.graphs import attribute, parse, random_graph
+from tests.support.graphs import parse, random_graph
 
 TEXT = """
     x: f32[2, 4]
@@ -44,12 +45,10 @@ def test_a_saved_plan_replays_to_the_same_graph(seed: int) -> None:
     original = random_graph(seed)
     first, second = copy.deepcopy(original), copy.deepcopy(original)
     policy = Policy("O2", dtype=torch.bfloat16, device="cpu")
-    plan = compile_graph(first.graph, policy, functools.partial(attribute, first), capture="graph")
+    plan = compile_graph(first.graph, policy, functools.partial(attribute_of, first), capture="graph")
     loaded = Plan.from_json(plan.to_json())
-    assert (
-        compile_graph(second.graph, loaded.policy, functools.partial(attribute, second), plan=loaded, capture="graph")
-        == plan
-    )
+    find = functools.partial(attribute_of, second)
+    assert compile_graph(second.graph, loaded.policy, find, plan=loaded, capture="graph") == plan
     first.recompile()
     second.recompile()
     assert first.code == second.code

@@ -17,8 +17,9 @@ from passes.graph.notes import note, note_of
 from passes.legalize import legalize
 from passes.legalize.legalize import decompose_composites, drop_autocast_switches, index_fields
 from passes.ops import ops
-from tests.support.exported import Model, example, exported, inlined
+from tests.support.exported import Model, exported, inlined
 from tests.support.graphs import Builder, render
+from tests.support.helpers import example
 
 BF16 = torch.bfloat16
 aten = torch.ops.aten
