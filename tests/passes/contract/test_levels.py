@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 import pytest
 
 from passes.contract.levels import LEVELS, Level
@@ -29,13 +26,6 @@ def test_the_level_of_a_policy_is_the_text_that_was_written(text: str) -> None:
     assert [str(level), repr(level), f"{level:>4}", "%s" % level] == [text, repr(text), f"{text:>4}", text]  # noqa: UP031
     assert repr(Policy(text)).startswith(f"Policy(level='{text}', dtype=None")
     assert Policy(level) == Policy(text)
-
-
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))])
-def test_a_copied_policy_has_a_level(again: type[Policy]) -> None:
-    made = again(Policy("O2", modules={"fc": "fp32"}))  # type: ignore[arg-type]
-    assert made == Policy("O2", modules={"fc": "fp32"})
-    assert made.level.stores_low
 
 
 def test_a_policy_that_was_pickled_with_its_level_as_text_has_one_again() -> None:

@@ -50,6 +50,7 @@ POLICIES = [
 def test_policy_survives_its_string_form_copy_and_pickle(policy: Policy) -> None:
     assert Policy.parse(str(policy)) == copy.deepcopy(policy) == pickle.loads(pickle.dumps(policy)) == policy
     assert hash(Policy.parse(str(policy))) == hash(policy)
+    assert copy.deepcopy(policy).level is pickle.loads(pickle.dumps(policy)).level is policy.level
 
 
 def test_string_form_is_the_documented_one_without_settings_at_their_default() -> None:

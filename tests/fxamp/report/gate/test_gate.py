@@ -161,12 +161,9 @@ def test_a_budget_is_read_back_from_its_text(budget: Budget) -> None:
     assert Budget.parse(str(budget)) == budget
 
 
-def test_a_relative_budget_without_a_plan_is_no_answer(check: Check) -> None:
-    assert check("net.py:make", LOW, "--budget=casts=+0")[0] == 2
-
-
-def test_nothing_to_check_by_is_no_answer(check: Check) -> None:
-    assert check("net.py:make", LOW)[0] == 2
+@pytest.mark.parametrize("given", [(), ("--budget=casts=+0",)], ids=["nothing", "a relative budget without a plan"])
+def test_nothing_to_check_by_is_no_answer(check: Check, given: tuple[str, ...]) -> None:
+    assert check("net.py:make", LOW, *given)[0] == 2
 
 
 @pytest.fixture
