@@ -22,7 +22,7 @@ from fxamp.train.compiled_step import CompiledStep
 from fxamp.train.describe import compiled_rows
 from fxamp.train.step import TrainStep
 from passes.contract.errors import PolicyError
-from tests.support.helpers import OLD_DYNAMO
+from tests.support.helpers import OLD_DYNAMO, Layers
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of a module that torch imports
 
@@ -370,20 +370,14 @@ def test_an_error_in_the_loss_is_the_one_of_the_eager_step() -> None:
 # ------------------------------------------------------------------------------------- what became of it
 
 
-class Breaks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
+def test_breaks_recompiles_and_fallbacks_are_counted_and_named() -> None:
+    def breaks(self: Any, x: Tensor) -> Tensor:
         x = self.first(x)
         torch._dynamo.graph_break()
         return self.last(x)
 
-
-def test_breaks_recompiles_and_fallbacks_are_counted_and_named() -> None:
     torch.manual_seed(0)
-    model = Breaks()
+    model = Layers(breaks, first=nn.Linear(4, 4), last=nn.Linear(4, 3))
     step = TrainStep(model, lambda out: out.square().mean(), SGD(model.parameters(), lr=0.1),
                      compile={"backend": "aot_eager", "dynamic": False})  # fmt: skip
     with torch._dynamo.config.patch(recompile_limit=2):

@@ -19,6 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 import fxamp
 from fxamp.train.step import TrainStep
 from passes.contract.errors import PolicyError, ScaleCollapseError
+from tests.support.helpers import Layers
 from tests.support.training import BF16, FP16, Net, X, converted, equal, loss_times, sgd, state
 
 INF = math.inf
@@ -168,15 +169,8 @@ def test_gradients_that_are_there_when_a_window_opens_are_cleared_and_that_is_sa
 
 
 def test_gradients_of_a_loss_module_and_of_what_no_optimizer_trains_are_cleared() -> None:
-    class Weighted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(()))
-
-        def forward(self, output: Tensor) -> Tensor:
-            return loss_times(output) * self.weight
-
-    model, loss = converted(BF16), Weighted()
+    model = converted(BF16)
+    loss = Layers(lambda m, output: loss_times(output) * m.weight, weight=nn.Parameter(torch.ones(())))
     step = TrainStep(model, loss, SGD(model.first.parameters(), lr=0.1))
     for x in X:
         step(x)

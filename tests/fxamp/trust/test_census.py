@@ -21,6 +21,7 @@ from passes.contract.errors import CaptureError, NotAModuleError, PolicyError
 from passes.graph.notes import is_inserted
 from reports.zoo import BY_NAME
 from tests.support.exported import program_of
+from tests.support.helpers import Layers
 
 O1, O2 = "O1,dtype=bf16", "O2,dtype=bf16"
 pytestmark = [
@@ -163,16 +164,8 @@ def test_a_converted_graph_runs_as_planned() -> None:
 
 
 def test_a_view_in_a_larger_model_runs_as_planned() -> None:
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.head = fxamp.convert(Net(), policy=O2), nn.Linear(4, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.head(self.body(x))
-            return out
-
-    found = fxamp.census(Outer(), X)
+    model = Layers(lambda m, x: m.head(m.body(x)), body=fxamp.convert(Net(), policy=O2), head=nn.Linear(4, 2))
+    found = fxamp.census(model, X)
     assert found, said(found)
     assert 0 < (found.share or 0) < 1
 
@@ -215,23 +208,17 @@ def test_what_inductor_compiled_is_compared_by_its_own_record() -> None:
     assert json.loads(found.to_json())["compiled"][0]["fused"] == compiled.fused
 
 
-class SeveralResults(nn.Module):
-    """Ops of which Inductor makes kernels of several results: places of maxima, and statistics of attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.last = nn.Conv2d(1, 8, 3, padding=1), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = nn.functional.max_pool2d(self.conv(x).relu(), 2).flatten(2).transpose(1, 2)[:, None].contiguous()
-        out: Tensor = self.last(nn.functional.scaled_dot_product_attention(tokens, tokens, tokens).mean((1, 2)))
-        return out
-
-
 @pytest.mark.matrix
 def test_what_inductor_stores_beside_the_value_of_a_node_is_no_difference() -> None:
+    """Inductor makes kernels of several results: places of maxima, and statistics of attention."""
+
+    def several(self: Any, x: Tensor) -> Tensor:
+        tokens = nn.functional.max_pool2d(self.conv(x).relu(), 2).flatten(2).transpose(1, 2)[:, None].contiguous()
+        return self.last(nn.functional.scaled_dot_product_attention(tokens, tokens, tokens).mean((1, 2)))
+
     x = torch.randn(6, 1, 8, 8)
-    found = fxamp.census(fxamp.convert(SeveralResults(), (x,), policy=O1, backend="inductor"), x, Y, loss=CE)
+    model = Layers(several, conv=nn.Conv2d(1, 8, 3, padding=1), last=nn.Linear(8, 4))
+    found = fxamp.census(fxamp.convert(model, (x,), policy=O1, backend="inductor"), x, Y, loss=CE)
     assert found, said(found)
     [compiled] = found.compiled
     assert compiled.products >= 2
@@ -303,16 +290,7 @@ def module_replaced() -> Any:
 def functional_call_with_other_weights() -> Any:
     view = view_of(Net())
     other: dict[str, Tensor] = {name: nn.Parameter(p.detach() + 1) for name, p in view.named_parameters()}
-
-    class Called(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = view
-
-        def forward(self, x: Tensor) -> Any:
-            return torch.func.functional_call(self.body, other, (x,))
-
-    return fxamp.census(Called(), X)
+    return fxamp.census(Layers(lambda m, x: torch.func.functional_call(m.body, other, (x,)), body=view), X)
 
 
 def counted_at_its_first_call() -> Any:
@@ -323,18 +301,9 @@ def counted_at_its_first_call() -> Any:
 
 
 def inside_another_compile() -> Any:
-    view = view_of(Net())
-
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = view
-
-        def forward(self, x: Tensor) -> Any:
-            return self.body(x * 2) + 1
-
-    outer: Any = torch.compile(Outer(), backend="eager")
-    return fxamp.census(outer, X)
+    outer = Layers(lambda m, x: m.body(x * 2) + 1, body=view_of(Net()))
+    compiled: Any = torch.compile(outer, backend="eager")
+    return fxamp.census(compiled, X)
 
 
 def region_in_float32() -> Any:
@@ -397,25 +366,18 @@ def test_a_census_leaves_everything_as_it_was(policy: str | None) -> None:
     assert torch.equal(torch.get_rng_state(), random)
 
 
-class AddsItsHookOnce(nn.Module):
-    """A model that adds a hook at its first call, and notes that it has, as those of transformers do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.installed = nn.Linear(8, 4), False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.installed:
-            self.fc.register_forward_hook(lambda module, args, out: 2 * out)
-            self.installed = True
-        out: Tensor = self.fc(x)
-        return out
-
-
 @pytest.mark.parametrize("census_first", [False, True])
 @pytest.mark.parametrize("examples", [(), (X,)])
 def test_a_hook_that_the_first_call_adds_is_there_once(census_first: bool, examples: tuple[Tensor, ...]) -> None:
-    model = AddsItsHookOnce()
+    """A model adds a hook at its first call, and notes that it has, as those of transformers do."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if not self.installed:
+            self.fc.register_forward_hook(lambda module, args, out: 2 * out)
+            self.installed = True
+        return self.fc(x)
+
+    model: Any = Layers(forward, fc=nn.Linear(8, 4), installed=False)
     view = fxamp.convert(model, examples or None, policy="O0", check=False)
     if census_first:
         assert bool(fxamp.census(view, X))

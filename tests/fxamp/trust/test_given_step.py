@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import fxamp
 from fxamp.trust.given_step import given_step
 from passes.contract.errors import CaptureError, NotAModuleError, PolicyError
+from tests.support.helpers import Layers
 
 X, Y = torch.randn(6, 8), torch.tensor([0, 1, 2, 3, 0, 1])
 CE = nn.functional.cross_entropy
@@ -109,16 +110,10 @@ def test_a_loss_that_is_a_module_is_as_before_and_so_is_what_autograd_saved(diag
 
 
 def test_flags_that_a_step_changes_are_as_before() -> None:
-    class Freezes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 1)
+    def freezes(self: Any, x: Tensor) -> Tensor:
+        self.a.weight.requires_grad_(False)
+        return self.b(self.a(x))
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.a.weight.requires_grad_(False)
-            out: Tensor = self.b(self.a(x))
-            return out
-
-    model = Freezes()
+    model: Any = Layers(freezes, a=nn.Linear(8, 8), b=nn.Linear(8, 1))
     fxamp.verify(model, torch.randn(4, 8), loss=torch.mean, policies="O1")
     assert model.a.weight.requires_grad

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +15,7 @@ from passes.contract.devices import DEVICES, Device
 from passes.contract.policy import Policy
 from passes.ops.rules import LOW, PROMOTE, RULES, lookup
 from tests.support.exported import plan_of
+from tests.support.helpers import Layers
 
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=lambda d: d.name)
@@ -46,21 +49,12 @@ def test_the_row_of_the_cpu_is_of_what_is_here() -> None:
     assert DEVICES["cpu"].capability() == torch.backends.cpu.get_cpu_capability()
 
 
-class Moving(nn.Module):
-    """Computes on the CPU, and goes on on another device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        moved = self.layer(x).to("meta")
-        wide = x.to("meta")
+def test_what_runs_on_another_device_than_the_policys_is_cast_as_autocast_does_which_leaves_it() -> None:
+    def moving(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        moved, wide = self.layer(x).to("meta"), x.to("meta")
         return moved, moved @ moved, wide @ wide, F.mse_loss(moved, moved), moved + wide
 
-
-def test_what_runs_on_another_device_than_the_policys_is_cast_as_autocast_does_which_leaves_it() -> None:
-    model, x = Moving(), torch.randn(4, 4)
+    model, x = Layers(moving, layer=nn.Linear(4, 4)), torch.randn(4, 4)
     view = fxamp.convert(model, policy="O1,dtype=bf16,output_dtype=autocast")
     with torch.autocast("cpu", torch.bfloat16):
         expected = model(x)

@@ -15,7 +15,7 @@ from fxamp.trust.error.runs import POLICIES, Subject
 from fxamp.trust.error.variances import Unrounded, moved_by
 from fxamp.trust.given_step import GivenStep, given_step
 from reports.zoo import BY_NAME
-from tests.support.helpers import matrix
+from tests.support.helpers import Layers, matrix
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 
@@ -51,21 +51,16 @@ def test_masks_are_not_rounded(low: torch.dtype) -> None:
 
 
 def test_a_row_that_is_masked_whole_makes_no_infinite_error() -> None:
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.k, self.v = nn.Linear(8, 8), nn.Linear(8, 8)
-            self.bias = nn.Parameter(torch.randn(4, 4))  # FP32, so that at O1 scores are
-
-        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-            scores = (self.k(x) @ x.mT + self.bias).masked_fill(mask, torch.finfo(torch.float32).min)
-            return (torch.softmax(scores, -1) @ self.v(x)).square().mean()
+    def masked(self: Any, x: Tensor, mask: Tensor) -> Tensor:
+        scores = (self.k(x) @ x.mT + self.bias).masked_fill(mask, torch.finfo(torch.float32).min)
+        return (torch.softmax(scores, -1) @ self.v(x)).square().mean()
 
     torch.manual_seed(0)
     mask = torch.zeros(4, 4, dtype=torch.bool)
     mask[1] = True
     given = torch.randn(2, 4, 8), mask
-    found = fxamp.estimate_error(Masked(), given, policies=("O1", "O2"))
+    k, v, bias = nn.Linear(8, 8), nn.Linear(8, 8), nn.Parameter(torch.randn(4, 4))  # FP32, so that at O1 scores are
+    found = fxamp.estimate_error(Layers(masked, k=k, v=v, bias=bias), given, policies=("O1", "O2"))
     assert all(0 < e.loss < 0.1 for e in found.policies)
 
 
@@ -107,42 +102,26 @@ def stepped(p: Tensor) -> None:
 
 @pytest.mark.parametrize("diagnose", [fxamp.estimate_error, fxamp.verify])
 def test_parameters_that_a_step_writes_are_as_before_after_many_steps(diagnose: Any) -> None:
-    class Writes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 1)
+    def writes(self: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.a.weight.mul_(0.5)
+        return self.b(self.a(x)).mean()
 
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                self.a.weight.mul_(0.5)
-            out: Tensor = self.b(self.a(x)).mean()
-            return out
-
-    model = Writes()
+    model: Any = Layers(writes, a=nn.Linear(8, 8), b=nn.Linear(8, 1))
     model.b.weight.register_post_accumulate_grad_hook(stepped)
     before = {k: v.clone() for k, v in model.state_dict().items()}
     diagnose(model, batches=[torch.randn(4, 8) for _ in range(3)], policies=("O1", "O2"))
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
-class Follows(nn.Module):
-    """Keeps a moving average of what it computed, in a buffer, and reads it in the same step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(8, 4)
-        self.register_buffer("average", torch.zeros(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        made = self.a(x)
-        average = self.get_buffer("average")
-        average.mul_(0.9).add_(made.detach().float().mean(0), alpha=0.1)
-        out: Tensor = (made - average).square().mean()
-        return out
-
-
 def test_a_buffer_that_a_step_writes_is_in_no_graph_of_autograd_afterwards() -> None:
-    model, x = Follows(), torch.randn(5, 8)
+    def follows(self: Any, x: Tensor) -> Tensor:
+        """Keep a moving average of what was computed, and read it in the same step."""
+        made = self.a(x)
+        self.average.mul_(0.9).add_(made.detach().float().mean(0), alpha=0.1)
+        return (made - self.average).square().mean()
+
+    model, x = Layers(follows, a=nn.Linear(8, 4), average=torch.zeros(4)), torch.randn(5, 8)
     fxamp.estimate_error(model, x, gradients="nodes", policies="O1")
     assert not model.get_buffer("average").requires_grad
     fxamp.tune(model, x, policy="O2,dtype=bf16")
@@ -150,21 +129,12 @@ def test_a_buffer_that_a_step_writes_is_in_no_graph_of_autograd_afterwards() -> 
         model(x).backward()
 
 
-class Looked(nn.Module):
-    """Has a sparse gradient, and a parameter without dimensions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.head = nn.Embedding(9, 8, sparse=True), nn.Linear(8, 4)
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        out: Tensor = (self.head(self.words(ids)) * self.scale).float().square().mean()
-        return out
-
-
 def test_sparse_gradients_and_parameters_without_dimensions_are_taken() -> None:
-    model, ids = Looked(), torch.arange(6)
+    def looked(self: Any, ids: Tensor) -> Tensor:
+        return (self.head(self.words(ids)) * self.scale).float().square().mean()
+
+    words, scale = nn.Embedding(9, 8, sparse=True), nn.Parameter(torch.ones(()))
+    model, ids = Layers(looked, words=words, head=nn.Linear(8, 4), scale=scale), torch.arange(6)
     assert any(row.op == "embedding" for row in fxamp.census(model, ids).ran)
     errors = fxamp.verify(model, ids, policies="O1")["O1"].parameters
     assert errors.keys() == {"words.weight", "head.weight", "head.bias", "scale"}
@@ -179,19 +149,10 @@ def test_a_model_of_which_nothing_trains_is_verified() -> None:
     assert found["O1"].loss > 0
 
 
-class Inside(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.part = fxamp.convert(nn.Linear(8, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.part(x).mean()
-        return out
-
-
 def test_a_model_with_converted_parts_is_refused() -> None:
+    model = Layers(lambda m, x: m.part(x).mean(), part=fxamp.convert(nn.Linear(8, 4)))
     with pytest.raises(fxamp.PolicyError, match="'part' is converted already"):
-        fxamp.estimate_error(Inside(), torch.randn(2, 8))
+        fxamp.estimate_error(model, torch.randn(2, 8))
     with pytest.raises(fxamp.PolicyError, match="rounds nothing"):
         fxamp.estimate_error(nn.Sequential(nn.Linear(8, 1), nn.Flatten(0)), torch.randn(1, 8), policies=["O0"])
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fxamp
 from passes.contract.errors import PlanError, PolicyError
 from tests.support.exported import program_of
-from tests.support.helpers import in_turns
+from tests.support.helpers import Layers, in_turns
 
 FP16 = "O1,dtype=fp16"
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
@@ -55,25 +55,19 @@ def test_ranges_are_those_of_the_model_in_fp32() -> None:
 
 @pytest.mark.parametrize("affine", [True, False])
 def test_norms_are_bounded_by_their_size_and_their_weights(affine: bool) -> None:
-    class Norms(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.rms = nn.LayerNorm(8, elementwise_affine=affine), nn.RMSNorm(8, elementwise_affine=affine)
-            self.last = nn.Linear(8, 4)
+    def norms(self: Any, x: Tensor, scale: Tensor) -> Tensor:
+        normed = self.rms(self.layer(x * 1e4)) + nn.functional.layer_norm(x, (8,), scale * 2)
+        return self.last(normed.softmax(-1))
 
-        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
-            normed = self.rms(self.layer(x * 1e4)) + nn.functional.layer_norm(x, (8,), scale * 2)
-            out: Tensor = self.last(normed.softmax(-1))
-            return out
-
-    model = Norms()
+    layer, rms = nn.LayerNorm(8, elementwise_affine=affine), nn.RMSNorm(8, elementwise_affine=affine)
+    model = Layers(norms, layer=layer, rms=rms, last=nn.Linear(8, 4))
     if affine:
-        nn.init.uniform_(model.layer.weight, -3, 3)
-        nn.init.uniform_(model.layer.bias, -2, 2)
-        nn.init.constant_(model.rms.weight, -0.5)
+        nn.init.uniform_(layer.weight, -3, 3)
+        nn.init.uniform_(layer.bias, -2, 2)
+        nn.init.constant_(rms.weight, -0.5)
     spike = torch.zeros(2, 8).index_fill(1, torch.tensor([3]), 1.0)  # as far from the others as can be
     found = fxamp.calibrate(model, (spike, torch.rand(8)), loss=mean_square)
-    weight, bias = (float(p.detach().abs().max()) for p in model.layer.parameters()) if affine else (1.0, 0.0)
+    weight, bias = (float(p.detach().abs().max()) for p in layer.parameters()) if affine else (1.0, 0.0)
     assert found.values["layer/layer_norm#0"].bound == pytest.approx(8**0.5 * weight + bias)
     assert found.values["rms/rms_norm#0"].bound == pytest.approx(8**0.5 * (0.5 if affine else 1.0))
     for key in ("layer/layer_norm#0", "rms/rms_norm#0"):
@@ -201,18 +195,12 @@ class _Halves(torch.autograd.Function):
         return grad, None
 
 
-class LeavesOut(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(_Halves.apply(self.a(x), self.b(x))).mean()  # type: ignore[no-untyped-call]
-        return out
-
-
 def test_a_backward_may_leave_a_gradient_out() -> None:
-    found = fxamp.calibrate(LeavesOut(), torch.randn(4, 8))
+    def leaves_out(self: Any, x: Tensor) -> Tensor:
+        return self.last(_Halves.apply(self.a(x), self.b(x))).mean()  # type: ignore[no-untyped-call]
+
+    model = Layers(leaves_out, a=nn.Linear(8, 8), b=nn.Linear(8, 8), last=nn.Linear(8, 1))
+    found = fxamp.calibrate(model, torch.randn(4, 8))
     assert "a/linear#0" in found.gradients
     assert all(held.not_finite == 0 for held in found.gradients.values())
 
