@@ -352,16 +352,11 @@ def test_what_o2_casts_down_and_autocast_does_not_is_brought_into_range_once() -
 
 
 def test_what_autocast_casts_down_after_a_move_is_not_brought_into_range() -> None:
-    class Moved(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one = nn.Parameter(torch.ones(1, 1))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.matmul(x.reshape(-1, 1), self.one).reshape(x.shape).softmax(-1)
+    def moved(self: Any, x: Tensor) -> Tensor:
+        return torch.matmul(x.reshape(-1, 1), self.one).reshape(x.shape).softmax(-1)
 
     x = torch.randn(2, 3)
-    view = fxamp.convert(Moved(), (x,), policy="O2,dtype=bf16")
+    view = fxamp.convert(Layers(moved, one=nn.Parameter(torch.ones(1, 1))), (x,), policy="O2,dtype=bf16")
     moves = [d.colour for d in fxamp.plan_of(view).decisions if d.op == "reshape"]
     assert moves[0] == "bfloat16"  # the input is cast before it is moved
     assert not [n for n in fxamp.graphs(view)[0].graph.nodes if n.target is torch.ops.aten.clamp.default]

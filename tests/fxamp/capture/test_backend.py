@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import fxamp
 from reports.zoo import ZOO, Zoo
 from tests.support.front_ends import FRESH, compiled, equal, tensors
-from tests.support.helpers import Two, example
+from tests.support.helpers import Layers, Two, example
 
 pytestmark = FRESH
 BF16, F32 = torch.bfloat16, torch.float32
@@ -407,13 +407,6 @@ def test_a_trainstep_chooses_its_scaler_at_the_first_call(way: str) -> None:
 
 
 def test_an_empty_batch_that_fake_kernels_cannot_run() -> None:
-    class Upsampled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(3, 8, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return F.interpolate(self.conv(x), scale_factor=2)
-
-    module, empty = compiled(Upsampled()), torch.randn(0, 3, 12, 12)
+    upsampled = Layers(lambda m, x: F.interpolate(m.conv(x), scale_factor=2), conv=nn.Conv2d(3, 8, 3))
+    module, empty = compiled(upsampled), torch.randn(0, 3, 12, 12)
     assert module(empty).shape == (0, 8, 20, 20)

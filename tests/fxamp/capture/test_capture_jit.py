@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fxamp
 from tests.support.front_ends import FRESH
-from tests.support.helpers import example, in_turns
+from tests.support.helpers import Layers, example, in_turns
 
 pytestmark = FRESH
 F32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -290,16 +290,8 @@ def test_o0_is_eager_bit_for_bit(forward: Any, ambient: bool) -> None:
 
 
 def test_a_module_that_the_policy_keeps_fp32_is_not_lowered_by_a_read() -> None:
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Model(lambda self, x: restored(self.l(x), self.scale))
-
-        def forward(self, x: Tensor) -> Any:
-            return self.inner(x)
-
     torch._dynamo.reset()
-    outer = Outer()
+    outer = Layers(lambda m, x: m.inner(x), inner=Model(lambda self, x: restored(self.l(x), self.scale)))
     module: Any = torch.compile(outer, backend=fxamp.backend("O1,modules.inner=fp32", "eager"))
     with torch.autocast("cpu"):
         got = module(example())

@@ -21,7 +21,7 @@ import fxamp
 from passes._torch import pytree
 from passes.graph.notes import is_inserted
 from tests.support.front_ends import FRESH, under_autocast
-from tests.support.helpers import Two, assert_same, example, in_turns, saved
+from tests.support.helpers import Layers, Two, assert_same, example, in_turns, saved
 
 pytestmark = [*FRESH, pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")]
 X = example()
@@ -513,39 +513,26 @@ def test_a_module_of_torch_is_inlined_though_an_argument_of_it_is_not_given() ->
 
 
 def test_an_exported_region_that_switches_a_mode_needs_no_shapes() -> None:
-    class Regions(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(6, 6)
+    def regions(self: Any, x: Tensor) -> Any:
+        with torch.no_grad():
+            fixed = self.layer(x)
+        with torch.autocast("cpu", enabled=False):
+            return fixed, self.layer(x)
 
-        def forward(self, x: Tensor) -> Any:
-            with torch.no_grad():
-                fixed = self.layer(x)
-            with torch.autocast("cpu", enabled=False):
-                return fixed, self.layer(x)
-
-    model, x = Regions(), torch.randn(4, 6)
+    layer, x = nn.Linear(6, 6), torch.randn(4, 6)
+    model = Layers(regions, layer=layer)
     fixed, plain = fxamp.convert(torch.export.export(model, (x,), strict=False), policy="O1,dtype=bf16")(x)
     assert not fixed.requires_grad
-    assert torch.equal(plain, model.layer(x))
-
-
-class _Mean(nn.Module):
-    """Rebinds a buffer to a value of another dtype, which an exported graph copies into the buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 6)
-        self.mean: Tensor = nn.Buffer(torch.zeros(6))
-
-    def forward(self, x: Tensor, wide: Tensor) -> Tensor:
-        self.mean = self.mean * 0.9 + wide.mean(0)
-        return self.layer(x)
+    assert torch.equal(plain, layer(x))
 
 
 def test_a_buffer_that_is_rebound_in_another_dtype_keeps_its_own() -> None:
+    def mean(self: Any, x: Tensor, wide: Tensor) -> Tensor:
+        self.mean = self.mean * 0.9 + wide.mean(0)  # which an exported graph copies into the buffer
+        return self.layer(x)
+
     x, wide = torch.randn(4, 6), torch.randn(4, 6, dtype=torch.float64)
-    model = _Mean()
+    model = Layers(mean, layer=nn.Linear(6, 6), mean=torch.zeros(6))
     converted = fxamp.convert(torch.export.export(model, (x, wide), strict=False), policy="O1,dtype=bf16")
     before = converted.mean.clone()
     converted(x, wide)

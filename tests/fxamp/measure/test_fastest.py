@@ -17,7 +17,7 @@ from fxamp.measure.timing import OpTimer
 from passes.contract.errors import PolicyError
 from passes.contract.plan import Plan
 from passes.graph.notes import is_inserted
-from tests.support.helpers import assert_untouched, fingerprint
+from tests.support.helpers import Layers, assert_untouched, fingerprint
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 POLICY = "O2,dtype=bf16,cost=measured"
@@ -189,15 +189,10 @@ def test_at_o1_costs_are_measured_and_values_stay_those_of_autocast(monkeypatch:
 def test_the_graph_inside_a_higher_order_op_is_compiled_once(race: dict[str, float]) -> None:
     race |= {"O2": 1.0, "O1": 1.1, "FP32": 1.1}
 
-    class Branch(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up = nn.Linear(8, 8)
+    def branch(self: Any, x: Tensor) -> Any:
+        return torch.cond(x.sum() > 0, lambda x: self.up(x).relu(), lambda x: self.up(x).neg(), (x,))
 
-        def forward(self, x: Tensor) -> Any:
-            return torch.cond(x.sum() > 0, lambda x: self.up(x).relu(), lambda x: self.up(x).neg(), (x,))
-
-    model = Branch().eval()
+    model = Layers(branch, up=nn.Linear(8, 8)).eval()
     bodies = [
         [sum(map(is_inserted, m.graph.nodes)) for m in graph.modules() if isinstance(m, torch.fx.GraphModule)][1:]
         for policy in (POLICY, "O2,dtype=bf16")

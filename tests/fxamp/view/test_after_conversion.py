@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import fxamp
 from fxamp.view.view import runner_of
 from tests.support.front_ends import FRESH
-from tests.support.helpers import TimesHundred, Two, assert_same, example, in_turns, matrix, saved
+from tests.support.helpers import Layers, TimesHundred, Two, assert_same, example, in_turns, matrix, saved
 
 pytestmark = FRESH
 BF16 = "O1,dtype=bf16"
@@ -285,15 +285,7 @@ def test_a_view_follows_what_is_done_to_it_or_its_model(change: str) -> None:
 
 
 def test_a_parametrization_of_the_root_is_registered_on_the_model() -> None:
-    class Root(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.eye(6))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x @ self.w
-
-    model = Root()
+    model = Layers(lambda m, x: x @ m.w, w=nn.Parameter(torch.eye(6)))
     view = fxamp.convert(model, (example(),), policy=BF16)
     before = view(example())
     parametrize.register_parametrization(model, "w", Trebled())

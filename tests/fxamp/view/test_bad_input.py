@@ -16,7 +16,7 @@ from torch import Tensor, library, nn
 
 import fxamp
 from tests.support.front_ends import FRESH, under_autocast
-from tests.support.helpers import Two, assert_untouched, example, fingerprint
+from tests.support.helpers import Layers, Two, assert_untouched, example, fingerprint
 
 pytestmark = FRESH
 X = example()
@@ -380,21 +380,6 @@ def test_a_name_that_no_code_holds_is_written_otherwise_or_refused(name: str) ->
     assert_untouched(model, before)
 
 
-class Overridden(nn.Module):
-    """Has a module under two names, one that its parent reads for it, and one that writes in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(6, 6)
-        self.b = self.a
-        self.mixes = nn.MultiheadAttention(6, 2, batch_first=True)
-        self.act = nn.ReLU(inplace=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.mixes(*[self.act(self.b(x))[None]] * 3, need_weights=False)[0]
-        return out
-
-
 @pytest.mark.parametrize(
     ("override", "says"),
     [
@@ -407,7 +392,14 @@ class Overridden(nn.Module):
 def test_an_override_that_decides_nothing_is_said_once(
     override: str, says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    view = fxamp.convert(Overridden(), (example(),), policy=f"O1,dtype=bf16,{override}")
+    """The model has a module under two names, one that its parent reads for it, and one that writes in place."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.mixes(*[self.act(self.b(x))[None]] * 3, need_weights=False)[0]
+
+    a, mixes = nn.Linear(6, 6), nn.MultiheadAttention(6, 2, batch_first=True)
+    model = Layers(forward, a=a, b=a, mixes=mixes, act=nn.ReLU(inplace=True))
+    view = fxamp.convert(model, (example(),), policy=f"O1,dtype=bf16,{override}")
     view(example())
     said = [r.message for r in caplog.records if "has decided nothing" in r.message]
     assert len(said) == bool(says)

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fxamp
 from passes._torch import TorchDispatchMode, TorchFunctionMode
 from tests.support.front_ends import FRESH
-from tests.support.helpers import in_turns
+from tests.support.helpers import Layers, in_turns
 
 pytestmark = FRESH
 
@@ -427,25 +427,18 @@ def test_a_compiler_that_fails_on_fixed_sizes_too_says_so_itself() -> None:
     assert tried == [True, False]
 
 
-class Routed(nn.Module):
-    """Dynamo captures nothing of it: a size that data decides in a loop, and layers of torch's alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.experts = nn.Linear(4, 2), nn.ModuleList(nn.Linear(4, 2) for _ in range(2))
-        self.register_buffer("steps", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.get_buffer("steps").add_(1)
-        h: Tensor = self.gate(x)
+def test_a_model_of_which_nothing_is_captured_says_so_at_its_first_call(caplog: pytest.LogCaptureFixture) -> None:
+    def routed(self: Any, x: Tensor) -> Tensor:
+        """Have nothing captured: a size that data decides in a loop, and layers of torch's alone."""
+        self.steps.add_(1)
+        h = self.gate(x)
         for i, expert in enumerate(self.experts):
             (rows,) = torch.where(h[:, i] > 0)
             h = h + expert(x[rows]).sum()
         return h
 
-
-def test_a_model_of_which_nothing_is_captured_says_so_at_its_first_call(caplog: pytest.LogCaptureFixture) -> None:
-    model, x = Routed(), torch.randn(5, 4)
+    gate, experts = nn.Linear(4, 2), nn.ModuleList(nn.Linear(4, 2) for _ in range(2))
+    model, x = Layers(routed, gate=gate, experts=experts, steps=torch.zeros(())), torch.randn(5, 4)
     view = fxamp.convert(model, (x,), policy="O1,dtype=bf16")
     assert model.get_buffer("steps") == 0
     view(x)
