@@ -38,6 +38,7 @@ from reports import (
 from reports.made import headed, made, sentence
 from reports.plot import scatter
 from reports.zoo import BY_NAME
+from tests.support.helpers import Layers
 
 REPORTS = Path(__file__).resolve().parents[2] / "reports"
 MEGABYTE = 1e6
@@ -54,19 +55,13 @@ class _Output(NamedTuple):
     loss: Tensor
 
 
-class _Loss(nn.Module):
-    """Computes its own loss, as the models of `transformers` do."""
+def _tiny() -> tuple[nn.Module, dict[str, Tensor]]:
+    """Return a model that computes its own loss, as those of `transformers` do, and its inputs."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor, labels: Tensor) -> _Output:
+    def loss(self: Any, x: Tensor, labels: Tensor) -> _Output:
         return _Output(F.cross_entropy(self.layer(x), labels))
 
-
-def _tiny() -> tuple[nn.Module, dict[str, Tensor]]:
-    return _Loss(), {"x": torch.randn(4, 6), "labels": torch.tensor([0, 1, 2, 3])}
+    return Layers(loss, layer=nn.Linear(6, 6)), {"x": torch.randn(4, 6), "labels": torch.tensor([0, 1, 2, 3])}
 
 
 def _committed(name: str) -> Any:

@@ -364,21 +364,13 @@ def test_no_random_program_fails(tmp_path: Path) -> None:
     assert json.loads(tmp_path.joinpath("programs.json").read_text())["failures"] == []
 
 
-class Written(nn.Module):
-    """Returns a value of which a copy is written under autocast, and in FP32 the value itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.l = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.l(x).roll(1, -1)
-        h.float().detach().mul_(0.5)
-        return h
-
-
 @pytest.mark.parametrize("front_end", ["view", "ambient"])
 def test_a_returned_value_that_is_written_at_the_end_has_a_cause(front_end: str) -> None:
+    def written(self: Any, x: Tensor) -> Tensor:
+        h = self.l(x).roll(1, -1)
+        h.float().detach().mul_(0.5)  # a copy under autocast, and in FP32 the value itself
+        return h
+
     torch.manual_seed(0)
-    verdict = judged(Subject(Written(), (torch.randn(4, 6),)), front_end, ("O1",))["O1"]
+    verdict = judged(Subject(net(written), (torch.randn(4, 6),)), front_end, ("O1",))["O1"]
     assert (verdict.kind, verdict.why) == (judge.DEVIATION, "mutated at /roll#0")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import fxamp
 from passes.contract.errors import FxampError, PolicyError
 from reports.architectures import BY_NAME
+from tests.support.helpers import Layers
 
 accelerate: Any = pytest.importorskip("accelerate")
 transformers: Any = pytest.importorskip("transformers")
@@ -123,23 +124,16 @@ def test_checkpoints_evaluation_and_generation(tmp_path: Path) -> None:
         assert torch.equal(made, model.generate(ids, max_new_tokens=2, do_sample=False))
 
 
-class Pairs(nn.Module):
-    """A model whose gradients overflow FP16 under a large scale."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(8, 8)
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        return {"loss": nn.functional.mse_loss(self.head(input_ids / 60), labels / 60)}
-
-
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch"])
 def test_scale_and_skips_are_logged(tmp_path: Path, optim: str) -> None:
-    """On a CPU Accelerate makes no scaler, so it is given one."""
+    """On a CPU Accelerate makes no scaler, so it is given one; under its large scale gradients overflow FP16."""
+
+    def pairs(self: Any, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": nn.functional.mse_loss(self.head(input_ids / 60), labels / 60)}
+
     torch.manual_seed(0)
     callback = fxamp.huggingface.FxampCallback(census=False)
-    view = fxamp.convert(Pairs(), policy="O1,dtype=fp16")
+    view = fxamp.convert(Layers(pairs, head=nn.Linear(8, 8)), policy="O1,dtype=fp16")
     run = trainer(view, tmp_path, callback, optim=optim, max_grad_norm=0.0, max_steps=8)
     run.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=2)
     before = [2.0**20]

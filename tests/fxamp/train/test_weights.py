@@ -26,7 +26,7 @@ from fxamp.train.weights import WeightCasts
 from passes.contract.errors import CaptureError, PolicyError
 from reports.subjects import subject, unchanged
 from reports.zoo import BY_NAME
-from tests.support.helpers import matrix, saved
+from tests.support.helpers import Layers, matrix, saved
 
 WIDTH, VOCABULARY = 16, 11
 NEVER = "O1,dtype=bf16,share_casts=never"
@@ -262,17 +262,11 @@ class Launches(TorchDispatchMode):
 
 
 def test_a_copy_that_a_window_does_not_read_is_not_made_for_the_next() -> None:
-    model = nn.ModuleDict({"a": converted(), "b": converted()})
+    def both(self: Any, ids: Tensor, which: str) -> Any:
+        return {"loss": sum(loss_of(self.parts[one](ids), (ids, 1.0)) for one in which)}
 
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = model
-
-        def forward(self, ids: Tensor, which: str) -> dict[str, Tensor]:
-            return {"loss": sum(loss_of(self.parts[one](ids), (ids, 1.0)) for one in which)}  # type: ignore[dict-item]
-
-    step = make_step(Both(), loss_fn=None, accumulate_steps=1)
+    model = Layers(both, parts=nn.ModuleDict({"a": converted(), "b": converted()}))
+    step = make_step(model, loss_fn=None, accumulate_steps=1)
     with Launches() as launches:
         for which in ("ab", "a", "a", "ab", "ab"):
             step((batch(0), which))
