@@ -527,8 +527,9 @@ _DISABLED = "torch._dynamo.config.disable"
 
 
 def _reads_numpy(model: nn.Module) -> bool:
-    """Say whether a file that a module of the model is written in has imported NumPy."""
-    numpy, files = sys.modules.get("numpy"), {type(module).__module__ for module in model.modules()}
+    """Say whether a file that a module of the model, or its `forward`, is written in has imported NumPy."""
+    numpy, kinds = sys.modules.get("numpy"), {type(module) for module in model.modules()}
+    files = {name for kind in kinds for name in (kind.__module__, getattr(kind.forward, "__module__", None))}
     known = (vars(sys.modules[name]) for name in files if name in sys.modules and not name.startswith("torch."))
     return numpy is not None and any(value is numpy for names in known for value in list(names.values()))
 

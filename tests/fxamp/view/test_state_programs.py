@@ -26,7 +26,7 @@ from torch.nn.utils import parametrize
 
 import fxamp
 from tests.support.front_ends import FRESH
-from tests.support.helpers import OLD_DYNAMO, in_turns
+from tests.support.helpers import OLD_DYNAMO, Layers, in_turns
 
 pytestmark = FRESH
 
@@ -333,13 +333,14 @@ class Drawing(nn.Module):
         return h * torch.from_numpy(np.random.rand(4) < 0.5)
 
 
-def test_random_numbers_of_numpy_are_drawn_from_numpy() -> None:
+@pytest.mark.parametrize("kind", [Drawing, lambda: Layers(Drawing.forward, l=nn.Linear(4, 4))], ids=["own", "other"])
+def test_random_numbers_of_numpy_are_drawn_from_numpy(kind: Callable[[], nn.Module]) -> None:
     def run(call: Any) -> tuple[list[Tensor], Any, Tensor]:
         np.random.seed(0)
         torch.manual_seed(0)
         return [call(x) for _ in range(5)], str(np.random.get_state()), torch.get_rng_state()
 
-    model, x = Drawing(), torch.randn(2, 4)
+    model, x = kind(), torch.randn(2, 4)
     expected, *states = run(model)
     got, *ours = run(fxamp.convert(model, policy="O0"))
     assert all(map(torch.equal, expected, got))
