@@ -134,7 +134,8 @@ def run_by(
 @contextlib.contextmanager
 def _casts_by_method(gm: GraphModule) -> Iterator[None]:
     """Have casts be methods of tensors in the code that a graph has now; through `torch.ops` each takes longer."""
-    casts = gm.graph.find_nodes(op="call_function", target=CAST)
+    found = gm.graph.find_nodes(op="call_function", target=CAST)
+    casts = [n for n in found if len(n.args) == 2 and not n.kwargs]  # an author's own may name a memory format
     for cast in casts:
         cast.target = torch.Tensor.to
     gm.recompile()

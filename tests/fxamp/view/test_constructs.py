@@ -36,6 +36,11 @@ def no_grad_region(self: Any, x: Tensor) -> Any:
     return self.m(y) + y
 
 
+def cast_by_operator(self: Any, x: Tensor) -> Any:
+    y = torch.ops.aten.to.dtype(self.l(x), torch.bfloat16, False, True, torch.contiguous_format)
+    return self.m(torch.ops.aten.to.dtype(y, torch.float32))
+
+
 def set_grad(self: Any, x: Tensor) -> Any:
     torch.set_grad_enabled(False)
     y = self.l(x)
@@ -344,6 +349,7 @@ CONSTRUCTS: dict[str, tuple[Build, Inputs]] = {
     "no_grad": (partial(Two, no_grad_region), one),
     "no_grad decorator": (DecoratedNoGrad, one),
     "set_grad_enabled": (partial(Two, set_grad), one),
+    "a cast by an operator, with a memory format": (partial(Two, cast_by_operator), one),
     "enable_grad": (partial(Two, enable_grad), one),
     "inference_mode": (partial(Two, inference_region), one),
     "inference_mode and again": (partial(Two, inference_and_again), one),
