@@ -39,7 +39,7 @@ SETTING = re.compile(
 )
 SLOW = re.compile(
     r"/(ranks|integrations|trust|gate|cli)/"
-    r"|/(test_ranks|test_ecosystem|test_browser|test_demo|test_fastest|test_gpu|test_reports|test_trial)\.py"
+    r"|/(test_ranks|test_ecosystem|test_browser|test_demo|test_emitted_optimum|test_fastest|test_gpu|test_reports|test_trial)\.py"
 )
 OF_ZOO = re.compile(rf"/report/(page/|test_graphs|test_record)|::.*[\[-]({'|'.join(BY_NAME)})[\]-]")
 
