@@ -79,7 +79,7 @@ class TrainStep(TrainState):
         scheduler: One or several, each for one of the optimizers. A scheduler steps when its optimizer has stepped.
         ema: One `torch.optim.swa_utils.AveragedModel` of the model or several, updated when a step was taken.
         weights: "per_step" casts each weight that a view reads in 16 bits once a window, and keeps the copy, whose
-            memory stays from window to window. "per_use" casts at every call, and with `compile` in backward too.
+            memory stays from window to window. "per_use" casts at every call.
             Gradients are the same, bit for bit. A weight that is written to, moved or replaced is cast again; an edit
             through `.data` takes effect in the next window. Only one window at a time is open over a view. "auto" is
             "per_step" if the forwards of a window would cast a weight more than once, else "per_use". With `compile`
@@ -106,6 +106,9 @@ class TrainStep(TrainState):
             backend, or a mapping of `torch.compile`'s backend, mode, options, dynamic and fullgraph. Backend "fxamp"
             converts the model, which must not be converted yet. `compiled` counts graphs, breaks, recompiles and
             uncompiled functions.
+        output: What a compiled step keeps of the model's output, detached: None for nothing; "low" for what was
+            computed, in 16 bits where it was; "full" for the dtypes of the model itself. What is kept is stored, which
+            large logits are worth only where something reads them. Uncompiled, `result.output` has the output.
         cuda_graph: True lets Inductor capture CUDA graphs. Gradients are then zeroed in place after a window, and a
             gradient that a window does not compute is zero, not None. Without CUDA it does nothing.
 
@@ -191,7 +194,7 @@ class TrainStep(TrainState):
                     if self.compiled is None:
                         loss, output = loss_of(self.model, self.loss_fn, inputs, target)
                     else:
-                        loss, output = self.compiled.loss_of(self.loss_fn, inputs, target)
+                        loss, output = self.compiled.forward(self.loss_fn, inputs, target)
                 refuse_constant(loss, self.optimizers)
                 self._backward(window, loss, weight, (inputs, target))
         if window.position < self.accumulate_steps:
@@ -312,7 +315,7 @@ class TrainStep(TrainState):
         self.close_window()
         policy = switch_views(self.model, policy_or_plan)
         if self.compiled is not None:
-            self.compiled = CompiledStep(self.compiled.settings, self.model, self.weights)
+            self.compiled = CompiledStep(self.compiled.settings, self.model, self.weights, self.compiled.output)
         self.switched_plan = policy_or_plan if isinstance(policy_or_plan, Plan) else None
         self.switches = (*self.switches, (self.windows, str(policy)))
         self.said.discard("ranks")
@@ -372,14 +375,15 @@ class TrainStep(TrainState):
     def __getstate__(self) -> dict[str, Any]:
         if self.position:
             raise PolicyError("a TrainStep cannot be copied within a window: call flush() first, or save state_dict()")
-        settings = None if self.compiled is None else self.compiled.settings
-        return {**self.__dict__, "weights": self.weights.asked, "compiled": settings, "opened": None}
+        compiled = None if self.compiled is None else (self.compiled.settings, self.compiled.output)
+        return {**self.__dict__, "weights": self.weights.asked, "compiled": compiled, "opened": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.weights = WeightCasts(self.model, state["weights"], self.accumulate_steps)
-        settings = state["compiled"]
-        self.compiled = None if settings is None else CompiledStep(settings, self.model, self.weights)
+        if state["compiled"] is not None:
+            settings, output = state["compiled"]
+            self.compiled = CompiledStep(settings, self.model, self.weights, output)
         self.scaler.name_parameters(self.model.named_parameters())
 
     @contextlib.contextmanager

@@ -20,7 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 from passes.contract.plan import Decision, Plan, installed
 from passes.contract.policy import Policy, dtype_name
 from passes.contract.reasons import DEVIATIONS, Code
-from passes.graph.notes import is_inserted, note_of
+from passes.graph.notes import is_inserted, is_ours, note_of
 from passes.graph.values import frames, keys, own_frame
 from passes.ops.rules import RULES
 from passes.runtime.casts import again
@@ -223,7 +223,7 @@ def _relative(file: str) -> str:
 def named(graph: Graph) -> dict[Node, str]:
     """Return the name of every input, parameter, buffer and call of an emitted graph."""
     given = {n: str(n.target) for op in ("placeholder", "get_attr") for n in graph.find_nodes(op=op)}
-    author = keys(n for n in graph.nodes if not is_inserted(n))  # without inserted casts, so that keys stay the same
+    author = keys(n for n in graph.nodes if not is_ours(n))  # without what was inserted, so that keys stay the same
     return {**given, **author}
 
 
