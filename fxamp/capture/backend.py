@@ -29,6 +29,7 @@ from passes.contract.plan import Plan
 from passes.contract.policy import Policy, check_used, nearest, type_names
 from passes.graph.grad import requires_grad
 from passes.graph.notes import note, note_buffer, note_of
+from passes.graph.outputs import read_outputs
 from passes.graph.values import described, no_autocast, retyped
 from passes.ops import ops
 from passes.ops.rules import row_of
@@ -288,6 +289,7 @@ def rewrite(
     holds, given = _held_and_given(gm, example_inputs, found, dtype, leaves)
     with no_autocast():
         outputs = describe(gm, scope=found, ambient=under, policy=resolved, holds=holds, given=given - holds)
+    read = read_outputs(gm.graph) if policy.level.rounds else ()
     if not under and policy.level.rounds:
         notes = (*notes, _WITHOUT_AUTOCAST)
     given_plan, exact = (None, True) if replayed is None else replayed(gm.graph)
@@ -301,7 +303,8 @@ def rewrite(
     gm.recompile()
     on_recompile_limit(recompile_limit.notice)
     trace_artifact("fxamp_precision", functools.partial(_record_of, plan))
-    return compiled.converted_of(gm, plan, example_inputs, found, autocast=under), outputs
+    converted = compiled.converted_of(gm, plan, example_inputs, found, autocast=under)
+    return replace(converted, read=read), outputs
 
 
 def _record_of(plan: Plan) -> str:

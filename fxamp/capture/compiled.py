@@ -45,6 +45,7 @@ class Converted:
         places: which inputs of the graph they are.
         broke: where and why Dynamo ended the graph early, "" when it did not.
         autocast: it was captured under autocast.
+        read: the places of the outputs from which others are computed.
     """
 
     graph: GraphModule
@@ -53,6 +54,7 @@ class Converted:
     places: tuple[int, ...] = ()
     broke: str = ""
     autocast: bool = False
+    read: tuple[int, ...] = ()
 
     @property
     def paths(self) -> dict[int, str]:

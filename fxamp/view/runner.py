@@ -412,7 +412,11 @@ class Runner:
         leaves = () if isinstance(outputs, (Tensor, dict)) else pytree.tree_leaves(outputs, is_leaf=is_whole)
         if alone and not any(map(is_dataclass, leaves)):
             return outputs
-        return restored(outputs, low_of_its_own(call.model, (call.args, call.kwargs), self.low))
+        own, made = low_of_its_own(call.model, (call.args, call.kwargs), self.low), dict[int, Any]()
+        outputs = restored(outputs, own, made, call.read)
+        if not made.keys().isdisjoint(call.read):
+            self.note(_READ)
+        return outputs
 
     def _look(self, function: Function, ran: list[int]) -> None:
         """Say that a call did not run the plan, or not all of it; heal code that Dynamo gave up, once a cause."""
@@ -520,6 +524,10 @@ class Runner:
 
 _OF_DTYPES = re.compile(r"dtype|BFloat16|Half\b|scalar type", re.IGNORECASE)  # in the text of an error
 RUN = Runner._called.__code__  # the frame in which the model is called
+_READ = (
+    f"{Code.OUTPUT.value}: an output that another one is computed from, with a graph break between the two, is handed "
+    "out in 16 bits, as it was read, where it has a gradient"
+)
 _NO_CONTEXT: Any = contextlib.nullcontext()
 _UNKNOWN = "Dynamo left it to Python"
 _NOTHING = "no op was captured"

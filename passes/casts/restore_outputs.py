@@ -89,6 +89,10 @@ class _Restoring:
         if tensor is first and len(readers) == 1 and _is_cast_up(readers[0]) and not outputs.aliases.is_mutated(value):
             return self._wide.setdefault(tensor, readers[0])
         wide = self._widened(value, first, at)
+        for cast in [r for r in readers if is_inserted(r) and _is_cast_up(r) and _is_only_viewed(r)]:
+            cast.replace_all_uses_with(wide)
+            self._graph.erase_node(cast)
+            readers.remove(cast)
         if readers:
             low: torch.dtype = self._assignment.dtypes[value]  # type: ignore[assignment]
             back = self.cast(wide, low, at, READ_OUTPUT)
@@ -121,3 +125,8 @@ def _is_cast_up(reader: Node) -> bool:
     """Say whether a node is a plain cast to FP32, fxamp's or the author's, which does nothing in the model itself."""
     plain = is_inserted(reader) or (row_of(reader).is_cast and not reader.kwargs and len(reader.args) <= 2)
     return plain and literal_dtype(reader) == torch.float32
+
+
+def _is_only_viewed(value: Node) -> bool:
+    """Say whether nothing is computed from a value: outputs are views of it."""
+    return all(u.op == "output" or (viewed(u) is not None and _is_only_viewed(u)) for u in value.users)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -15,6 +16,7 @@ from ..ops import ops
 from ..ops.rules import row_of
 from .aliases import Aliases, is_in_place, is_opaque, may_alias, may_write, mutated_operands, shared_operands
 from .grad import requires_grad
+from .values import dtypes_of, is_floating
 
 
 class Outputs:
@@ -67,6 +69,14 @@ class Outputs:
             writes = (i for n, i in self._order.items() for w in may_write(n) if find(w) is find(value))
             last = max((last, *writes))
         return last
+
+
+def read_outputs(graph: Graph) -> tuple[int, ...]:
+    """Return the places of the floating outputs of a graph that others are computed from, with gradients."""
+    returned: Any = graph.output_node().args[0]
+    made = [n for n in returned if isinstance(n, Node) and n.op.startswith("call")]
+    readers = Outputs(graph, (n for n in made if is_floating(dtypes_of(n.meta.get("val"))))).readers
+    return tuple(i for i, n in enumerate(returned) if readers.get(n))
 
 
 def tensor_of(node: Node) -> Node:
