@@ -39,8 +39,7 @@ class WeightCasts:
         model: The model as a TrainStep calls it: a view, or with views inside.
         mode: What was asked for. "auto" is "per_step" where a weight would be cast more than once a window. Where each
             is cast once, both modes have the same casts, bytes and ops in eager mode, and their times differed by no
-            more than their spread. Compiled, "per_use" is faster by a twentieth and has the lower peak
-            (reports/compiled_step.md), though backward casts again.
+            more than their spread.
         accumulate_steps: Micro-batches in a window.
 
     Attributes:

@@ -38,7 +38,7 @@ class InsertCasts:
     def __call__(self, unit: Unit) -> dict[str, int]:
         """Insert a cast before every use that needs another dtype, in place."""
         graph, assignment = unit.graph, unit.decided
-        edits = dict.fromkeys(["operand", "clamp", "argument", "assertion"], 0)
+        edits = dict.fromkeys(["operand", "clamp", "argument"], 0)
         aliases = Aliases(graph) if any(c.clamped for c in assignment.colours.values()) else None
         for node in list(graph.nodes):
             colouring = assignment.colours.get(node)

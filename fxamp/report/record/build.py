@@ -66,10 +66,22 @@ def record_of(plan: Plan, graphs: Sequence[Emitted] = (), model: nn.Module | Non
     return Record(
         version=RECORD_VERSION, policy=str(plan.policy), device=plan.policy.device or "cpu", capture=plan.capture,
         verified=plan.verified, torch=plan.torch_version, fxamp=installed() or "(not installed)",
-        states=_states(plan, nodes, [name for _, name in starts], owner, parts), nodes=nodes, notes=plan.notes,
+        states=_states(plan, nodes, [name for _, name in starts], owner, parts), nodes=nodes,
+        notes=(*plan.notes, *_handed_out(parts)),
         inserted_casts=plan.inserted_casts,
         parameters=sum(p.numel() for p in model.parameters()) if model is not None and parts else None,
     )  # fmt: skip
+
+
+def _handed_out(parts: Sequence[_Part]) -> list[str]:
+    """Say how many bytes the casts of outputs that are handed out move, where a call moves a megabyte or more so."""
+    sizes = [sum(_cast(cast, part).bytes or 0 for cast in part.outputs) for part in parts]
+    if max(sizes, default=0) < 10**6:
+        return []
+    return [
+        f"casts of outputs, which are handed out in the dtypes of the model itself, move up to {max(sizes) / 1e6:.1f} MB "
+        "in a call: for large logits in a loop of your own, output_dtype='autocast' hands them out in 16 bits"
+    ]
 
 
 class _Part:
