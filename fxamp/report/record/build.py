@@ -79,8 +79,8 @@ def _handed_out(parts: Sequence[_Part]) -> list[str]:
     if max(sizes, default=0) < 10**6:
         return []
     return [
-        f"casts of outputs, which are handed out in the dtypes of the model itself, move up to {max(sizes) / 1e6:.1f} MB "
-        "in a call: for large logits in a loop of your own, output_dtype='autocast' hands them out in 16 bits"
+        f"casts of outputs, which are handed out in the dtypes of the model itself, move up to {max(sizes) / 1e6:.1f} "
+        "MB in a call: for large logits in a loop of your own, output_dtype='autocast' hands them out in 16 bits"
     ]
 
 
