@@ -21,11 +21,10 @@ from torch.fx import Node
 from ...contract.devices import DEVICES
 from ...contract.reasons import DEVIATIONS, Code
 from ...form import AS_AUTOCAST, Colouring
-from ...graph import literals
 from ...graph.aliases import mutated_operands
 from ...graph.notes import note_of
 from ...graph.values import ELIGIBLE, LOW_DTYPES, ValueDtype, dtype_reference, first_float, refuse_mixed
-from ...ops import ops
+from ...ops import numbers, ops
 from ...ops.rules import COMPOSITE, KEEP, LOW
 from .operand_casts import all_to, operand_casts
 from .state import Site, State
@@ -106,15 +105,15 @@ def fit_numbers(state: State, site: Site, colouring: Colouring, dtypes: ValueDty
     """Replace a number that the low dtype cannot hold, or keep the node in FP32; return the results' dtypes too."""
     if colouring.dtype not in LOW_DTYPES or colouring.kind in (KEEP, "cast"):
         return colouring, dtypes
-    low, numbers, constants = colouring.dtype, list(literals.numbers(site.node)), state.extremes.constants
+    low, literals, constants = colouring.dtype, list(numbers.numbers(site.node)), state.extremes.constants
     fills = {o: constants[o.node] for o in site.floats if o.node in constants}
     lowest = [o for o in site.floats if colouring.kind == LOW and o.node in state.extremes.lowest]
-    clamped = [*lowest, *(o for o, x in fills.items() if literals.is_extreme(x, low))]
-    mended = literals.mend([*numbers, *fills.values()], low)
-    if mended is None or (state.aggressive and literals.has_tiny(site.row, numbers, low)):
+    clamped = [*lowest, *(o for o, x in fills.items() if numbers.is_extreme(x, low))]
+    mended = numbers.mend([*literals, *fills.values()], low)
+    if mended is None or (state.aggressive and numbers.has_tiny(site.row, literals, low)):
         return _in_fp32(state, site, colouring, dtypes)
     if mended or clamped:
-        fitting = tuple(pair for pair in mended if pair[0] in numbers)
+        fitting = tuple(pair for pair in mended if pair[0] in literals)
         why = Code.LITERAL("finfo(float32).min becomes the minimum of the low dtype")
         places = tuple(o.place for o in clamped)
         return replace(colouring, literals=fitting, clamped=places, reason=why, settled=True), dtypes

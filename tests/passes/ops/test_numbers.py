@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxamp
-from passes.graph import literals
+from passes.ops import numbers
 from passes.ops.rules import row_named
 from tests.support.exported import graph_of, plan_of, program_of
 from tests.support.front_ends import FRONT_ENDS, convert
@@ -212,7 +212,7 @@ def test_a_buffer_is_read_when_the_graph_runs() -> None:
 def test_a_number_is_tiny_when_nothing_in_the_low_dtype_is_as_small(
     number: float, low: torch.dtype, expected: bool
 ) -> None:
-    assert literals.has_tiny(row_named("add"), [number], low) is expected
+    assert numbers.has_tiny(row_named("add"), [number], low) is expected
 
 
 EPSILONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -268,7 +268,7 @@ def test_integers_given_as_scalars_count_and_shapes_do_not() -> None:
         return seen, last
         """
     )
-    assert [list(literals.numbers(n)) for n in gm.graph.nodes if n.op == "call_function"] == [[100000], [], [1e-9]]
+    assert [list(numbers.numbers(n)) for n in gm.graph.nodes if n.op == "call_function"] == [[100000], [], [1e-9]]
 
 
 # What squeezes a large value, and what a bound keeps from the end of that range.
