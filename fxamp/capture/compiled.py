@@ -20,12 +20,14 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 from torch.utils.weak import WeakIdKeyDictionary
 
-from passes._torch import FakeTensor, codegen_of, compiled_call, original_of, pytree
+from passes._torch import NUMBERS, FakeTensor, codegen_of, compiled_call, is_number_input, original_of, pytree
 from passes.contract.errors import CaptureError, PolicyError
 from passes.contract.plan import Decision, Plan, sums
 from passes.contract.policy import module_override
 from passes.graph.notes import is_inserted
 from passes.graph.values import dtypes_of
+from passes.ops import ops
+from passes.ops.numbers import value_of
 from passes.runtime.tracing import RuntimeTracer
 
 from .capture_jit import attribute_of, parameter_path
@@ -61,18 +63,19 @@ class Converted:
 
     @property
     def signature(self) -> Any:
-        """Return a key that is equal for graphs of the same code that were captured for different sizes, or twice."""
+        """Return a key that is equal for graphs of one code, and the same decisions, whatever its sizes and numbers."""
         return self.computed, tuple(d.source for d in self.plan.decisions)
 
     @property
     def computed(self) -> Any:
         """Return a key that is equal for graphs that compute the same, wherever their code stands."""
         nodes = self.graph.graph.nodes
-        given = tuple(str(dtypes_of(n.meta.get("val"))) for n in nodes if n.op == "placeholder" and _is_made(n))
+        inputs = [n for n in nodes if n.op == "placeholder" and _is_made(n) and not is_number_input(n)]
+        given = tuple(str(dtypes_of(n.meta.get("val"))) for n in inputs)
         calls = [n for n in nodes if n.op.startswith("call") and not is_inserted(n)]
-        made = filter(_is_made, calls)
-        written = tuple((str(n.target), str(map_aggregate((n.args, dict(n.kwargs)), _unsized))) for n in made)
-        return self.broke, given, tuple((d.graph, d.key, d.op) for d in self.plan.decisions), written
+        made = [(n, n.target if n.op == "call_method" else ops.name(n)) for n in calls if _is_made(n)]
+        written = tuple((name, str(map_aggregate((n.args, dict(n.kwargs)), _unsized))) for n, name in made)
+        return self.broke, given, tuple((d.graph, d.key, d.op, d.colour) for d in self.plan.decisions), written
 
 
 def _is_made(node: Node) -> bool:
@@ -81,12 +84,12 @@ def _is_made(node: Node) -> bool:
 
 
 def _unsized(argument: Any) -> Any:
-    """Return an argument without values and sizes: a number in one graph may be a node in another."""
-    if argument is None or isinstance(argument, (bool, float, str, torch.dtype)):
+    """Return an argument without values, sizes and numbers: a number in one graph may be a node in another."""
+    if argument is None or isinstance(argument, (bool, str, torch.dtype)):
         return argument
-    if isinstance(argument, Node):
-        return "tensor" if _is_made(argument) else "int"
-    return "int" if isinstance(argument, int) else str(argument)
+    if isinstance(value_of(argument), NUMBERS):
+        return "number"
+    return "tensor" if isinstance(argument, Node) else str(argument)
 
 
 _KEPT: Any = WeakIdKeyDictionary()  # the graphs of a compiled module, and those that read a parameter
