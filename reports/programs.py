@@ -4,6 +4,7 @@
     python reports/programs.py --limit 500 --seconds 600         # less
     python reports/programs.py --seed 123 --front-end graph      # one program: its text, and what becomes of it
     python reports/programs.py --seed 123 --front-end view --shrink
+    python reports/programs.py --numbers --limit 2000            # numbers are attributes, and inputs of the graphs
 
 Every program is converted to a view and, in turn, by one of the other front ends, at every level, with low BF16 or
 FP16. Writes `programs.md` and `programs.json` beside this file.
@@ -18,6 +19,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ sys.path.insert(0, str(HERE.parent))
 
 from reports.made import made, write  # noqa: E402
 from reports.trial.generate import generate, runs  # noqa: E402  (the path comes first)
-from reports.trial.judge import FAILURES, FRONT_ENDS, LEVELS, Subject, Verdict, judged  # noqa: E402
+from reports.trial.judge import FAILURES, FRONT_ENDS, LEVELS, NUMBERS, Subject, Verdict, judged  # noqa: E402
 from reports.trial.options import add_options  # noqa: E402
 from reports.trial.program import Program  # noqa: E402
 from reports.trial.shrink import shrink  # noqa: E402
@@ -37,6 +39,18 @@ from reports.trial.workers import Found, Record, code, run_all  # noqa: E402
 
 WANTED = 10_000
 RECORD = HERE.parent / "build" / "trial" / "programs.jsonl"
+
+
+def with_numbers(case: str) -> Found:
+    """Make the program of a seed with its numbers as attributes, and judge it by a view that Dynamo gives them to."""
+    seed = int(case)
+    program = generate(seed)
+    if program is None or not program.numbers:
+        return {"found": None}
+    program = replace(program, attributes=True)
+    model, args = program.build()
+    found = judged(Subject(model, args, low=low(seed), numbers=program.numbers), NUMBERS, ("O1", "O2")[seed // 10 % 2 :][:1])
+    return {"found": {NUMBERS: {level: [v.kind, v.why] for level, v in found.items()}}}
 
 
 def front_ends(seed: int) -> tuple[str, ...]:
