@@ -80,6 +80,12 @@ def _answer(condition: bool | torch.SymBool, otherwise: bool) -> bool:
     return bool(condition) if is_guarded(condition) else is_known(condition, otherwise)
 
 
+def is_open(number: Number) -> bool:
+    """Say whether a number may be any in a later call of the graph, since nothing guards what is asked of it here."""
+    value = value_of(number)
+    return isinstance(value, SYMBOLS) and varies(value) and not is_guarded(value)
+
+
 def equals(number: Any, constant: float) -> bool:
     """Say whether a number is this one. Only a yes is guarded: what is done after a no must hold for every number."""
     value = value_of(number)

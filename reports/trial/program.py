@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 
 from .grammar import INPUTS, PARTS
 
-
 _FRACTION = re.compile(r"(?<![\w.\[])\d+(?:\.\d+)?e-\d+|(?<![\w.\[])\d+\.\d+")
 
 

@@ -167,7 +167,7 @@ NUMBERS: dict[str, tuple[Callable[[Any, Tensor, float], Tensor], Sequence[float]
 }
 
 
-def reads(form: Callable[[Any, Tensor, float], Tensor], number: Any, **parts: Any) -> Layers:
+def reads(form: Callable[[Any, Tensor, float], Tensor], number: Any, **parts: Any) -> Any:
     def forward(self: Any, x: Tensor) -> Tensor:
         return self.form(self, self.l(x), self.number)
 
@@ -335,7 +335,10 @@ def test_in_an_exported_graph_what_nothing_guards_rounds_nothing() -> None:
     ids=str,
 )  # fmt: skip
 def test_other_kinds_of_numbers_compute_what_autocast_computes(values: Sequence[Any]) -> None:
-    model, x = reads(lambda m, h, v: h * (float(v) if isinstance(v, Fraction) else v), values[0]), example()
+    def form(m: Any, h: Tensor, v: Any) -> Tensor:
+        return h * (float(v) if isinstance(v, Fraction) else v)
+
+    model, x = reads(form, values[0]), example()
     view = fxamp.convert(model, (x,), policy="O1,dtype=bf16")
     for value in (*values, *values):
         model.number = value
@@ -348,7 +351,8 @@ def test_a_number_of_a_call_or_of_a_module_is_an_input_of_graphs_that_can_be_cal
         return self.l(x) / temperature * self.number
 
     torch.manual_seed(0)
-    model, x = Two(forward, number=0.5), example()
+    model: Any = Two(forward, number=0.5)
+    x = example()
     fxamp.convert(model, (x, 1.0), policy="O1,dtype=bf16")
     model.number = 0.25
     view = fxamp.convert(model, (x, 0.7), policy="O1,dtype=bf16")
