@@ -271,7 +271,8 @@ def rewrite(
         if is_attribute(node):
             note_buffer(node, value)
         else:
-            note(node, role="parameter" if isinstance(value, nn.Parameter) else "")
+            number = "number" if is_number_input(node) else ""
+            note(node, role="parameter" if isinstance(value, nn.Parameter) else number)
         if isinstance(value, torch.Tensor):  # torch may have split the graph into parts, after another trace
             for key in {"example_value", "val"} & node.meta.keys():
                 node.meta[key] = retyped(node.meta[key], value.dtype)

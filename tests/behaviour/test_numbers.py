@@ -346,6 +346,15 @@ def test_other_kinds_of_numbers_compute_what_autocast_computes(values: Sequence[
         assert len(fxamp.graphs(view)) >= 1
 
 
+@pytest.mark.parametrize("kind", [np.float64, np.float32])
+def test_an_eps_of_numpy_of_which_nothing_can_be_asked_is_not_rounded_away(kind: Any) -> None:
+    model, x = reads(lambda m, h, v: m.m(h / (h.relu() + v) * 1e-8), kind(1e-8)), example()
+    view = fxamp.convert(model, (x,), policy="O2,dtype=fp16")
+    for eps in (1e-8, 3e-8):
+        model.number = kind(eps)
+        torch.testing.assert_close(view(x), model(x), rtol=2e-2, atol=2e-2)
+
+
 def test_a_number_of_a_call_or_of_a_module_is_an_input_of_graphs_that_can_be_called() -> None:
     def forward(self: Any, x: Tensor, temperature: float = 1.0) -> Tensor:
         return self.l(x) / temperature * self.number

@@ -112,8 +112,9 @@ def fit_numbers(state: State, site: Site, colouring: Colouring, dtypes: ValueDty
     lowest = [o for o in site.floats if colouring.kind == LOW and o.node in state.extremes.lowest]
     clamped = [*lowest, *(o for o, x in fills.items() if numbers.is_extreme(x, low))]
     mended = numbers.mend([*literals, *fills.values()], low)
-    if mended is None or (state.aggressive and numbers.has_tiny(site.row, literals, low)):
-        is_open = any(map(numbers.is_open, (*literals, *fills.values())))
+    unknown = any(o.node in state.extremes.unknown for o in site.floats)
+    if mended is None or (state.aggressive and (unknown or numbers.has_tiny(site.row, literals, low))):
+        is_open = unknown or any(map(numbers.is_open, (*literals, *fills.values())))
         text = "a number that data decides, or a size, may not fit the low dtype" if is_open else _UNFIT
         return _in_fp32(state, site, colouring, dtypes, Code.LITERAL(text))
     if mended or clamped:
