@@ -46,7 +46,7 @@ class Colouring:
     reason: Reason
     operand_dtypes: Mapping[Position, torch.dtype] = field(default_factory=dict)
     set_dtype: torch.dtype | None = None
-    literals: tuple[tuple[float, float], ...] = ()
+    literals: tuple[tuple[float | Node, float], ...] = ()
     clamped: tuple[Position, ...] = ()
     causes: tuple[Node, ...] = ()
     settled: bool = False

@@ -22,7 +22,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from passes import compile_graph
-from passes._torch import FakeTensor, inner_backend, on_recompile_limit, trace_artifact
+from passes._torch import FakeTensor, inner_backend, is_number_input, on_recompile_limit, trace_artifact
 from passes.contract.costs import Penalties, Timer
 from passes.contract.errors import PolicyError
 from passes.contract.plan import Plan
@@ -266,12 +266,14 @@ def rewrite(
     places = gm.graph.find_nodes(op="placeholder")  # torch may put the switch of a region before them
     named = [(parameter_path(n), v) for n, v in zip(places, example_inputs, strict=False)]
     notes = (*refuse_low_parameters(named, is_training(), is_gathered), *opaque_parameters(named))
-    device = policy.device or first_device(sorted(example_inputs, key=lambda v: not isinstance(v, nn.Parameter)))
+    values = [v for n, v in zip(places, example_inputs, strict=False) if not is_number_input(n)]
+    device = policy.device or first_device(sorted(values, key=lambda v: not isinstance(v, nn.Parameter)))
     for node, value in zip(places, example_inputs, strict=False):
         if is_attribute(node):
             note_buffer(node, value)
         else:
-            note(node, role="parameter" if isinstance(value, nn.Parameter) else "")
+            number = "number" if is_number_input(node) else ""
+            note(node, role="parameter" if isinstance(value, nn.Parameter) else number)
         if isinstance(value, torch.Tensor):  # torch may have split the graph into parts, after another trace
             for key in {"example_value", "val"} & node.meta.keys():
                 node.meta[key] = retyped(node.meta[key], value.dtype)

@@ -129,7 +129,7 @@ def _rewrite_arguments(node: Node, colouring: Colouring) -> int:
     ):
         node.op, node.target, node.args, node.kwargs = "call_function", CAST, (node.args[0], low), {}  # for x.float()
     for old, new in colouring.literals:
-        _replace(node, lambda a, old=old, new=new: new if isinstance(a, float) and a == old else a)
+        _replace(node, lambda a, old=old, new=new: new if isinstance(a, (float, Node)) and a == old else a)
     return (low is not None) + len(colouring.literals)
 
 

@@ -34,7 +34,8 @@ class Note:
         made_by: The rewrite of fxamp that made the node, as "pass/rewrite"; "" for a captured node.
         leaf: For an opaque module: the name of its type, which is part of the op's name.
         region: The autocast region in the model's own code that contains it.
-        role: "parameter" or "buffer" (any other tensor) of the model, or "leaf": detached by a reentrant checkpoint.
+        role: "parameter" or "buffer" (any other tensor) of the model, "leaf": detached by a reentrant checkpoint, or
+            "number": a number that Dynamo made a tensor of.
         constant: The number that it holds, if that is known.
         cast: For a cast: "literal"; "autocast", if the program has this dtype under autocast; or "baked", if nothing is
             known but the dtype.
