@@ -71,7 +71,7 @@ ARROWS = {
         ".convert .report .report.diff .report.forms .report.record .trust.census passes.contract passes.ops"
     ),
     "fxamp.train": (
-        ".capture .train.ranks .trust .trust.census .trust.ranges .view passes._torch passes.contract "
+        ".capture .measure .train.ranks .trust .trust.census .trust.ranges .view passes._torch passes.contract "
         "passes.graph passes.ops"
     ),
     "fxamp.pytest_plugin": ".report.gate",

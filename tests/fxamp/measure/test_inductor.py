@@ -114,6 +114,7 @@ def upcast_first_product(graph: fx.Graph) -> None:
     product = next(node for node in graph.nodes if node.target in products)
     with graph.inserting_before(product):
         product.args = tuple(_cast(graph, operand, torch.float32) for operand in product.args)
+    product.meta["val"] = product.meta["val"].to(torch.float32)
     with graph.inserting_after(product):
         low = _cast(graph, product, torch.bfloat16)
     product.replace_all_uses_with(low, delete_user_cb=lambda user: user is not low)

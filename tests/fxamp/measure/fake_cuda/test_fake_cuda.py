@@ -195,5 +195,5 @@ def test_lists_of_tensors_are_divided_into_launches(lists: int, sizes: list[int]
 def test_a_tied_weight_is_one_on_the_gpu_too() -> None:
     made = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
     made["b"].weight = made["a"].weight
-    model.moved(tally.FakeGpu(), made, ((), {}))  # type: ignore[no-untyped-call]
+    model.moved(tally.FakeGpu(), made, ((), {}))
     assert made["a"].weight is made["b"].weight
