@@ -1,15 +1,20 @@
 """Time and count training steps compiled by Inductor: FP32, autocast, fxamp at O1 and O2, and the whole model in low.
 
-    python reports/compiled_step.py                     # BERT of four layers, width 256, batch 4, 64 tokens
+    python reports/compiled_step.py                     # all that is below
     python reports/compiled_step.py --rounds 0          # counts alone; the times that were measured before stay
-    python reports/compiled_step.py --windows 4         # windows of four micro-batches alone
+    python reports/compiled_step.py --windows 4 --models            # on this CPU, windows of four micro-batches alone
+    python reports/compiled_step.py --windows --models BERT-base    # of a GPU, one model alone; the others stay
 
-Each step is a window of one micro-batch or of four (forward and backward each), and then a fused AdamW. Times are
-medians of rounds in which the variants take turns, as ratios to compiled autocast. The report also has counts, which
-are the same on every run. They are, for one micro-batch: the bytes that Inductor's kernels load and store, the kernels
-that a forward and backward launch, and the bytes that forward saves for backward; and for a window the peak memory,
-without weights and optimizer state. What happens outside the graphs is added: casts of weights, made once a window,
-casts of their gradients, and the sums of gradients; a low copy that is an input of the graph counts as saved.
+On this CPU it takes a BERT of four layers, width 256, batch 4, 64 tokens. Each step is a window of one micro-batch or
+of four (forward and backward each), and then a fused AdamW. Times are medians of rounds in which the variants take
+turns, as ratios to compiled autocast. The report also has counts, which are the same on every run. They are, for one
+micro-batch: the bytes that Inductor's kernels load and store, the kernels of a forward and backward, and the bytes that
+forward saves for backward; and for a window the peak memory of a run, without weights and optimizer state. What happens
+outside the graphs is added: casts of weights, made once a window, casts of their gradients, and the sums of gradients.
+A loop by hand compiles model and loss as one function, which returns the loss.
+
+For a GPU, which need not be there, it takes four models of full size, and counts what Inductor makes of their steps on
+an H100 (`fxamp.measure.fake_cuda`), optimizer included. The report on what only a GPU can show has measured some of it.
 
 The cut counts a cast as reading and writing. Inductor fuses most casts into the kernels on either side, and what they
 cost is what is stored. The last variant is placed with casts that cost nothing, the other extreme: where it moves about
@@ -25,17 +30,17 @@ import copy
 import itertools
 import json
 import random
-import re
 import statistics
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import msgspec
 import torch
 from tabulate import tabulate
 from torch import Tensor, nn
@@ -47,10 +52,13 @@ sys.path.insert(0, str(HERE.parent))
 
 import fxamp  # noqa: E402  (the path comes first)
 from fxamp.measure.counts import laps  # noqa: E402
+from fxamp.measure.fake_cuda.breakdown import Breakdown  # noqa: E402
+from fxamp.measure.fake_cuda.count import count as count_on_gpu  # noqa: E402
+from fxamp.measure.inductor import Counts, recorded, recorded_since, recording  # noqa: E402
 from fxamp.train.weights import WeightCasts  # noqa: E402
 from passes.assign.place.costs import ByteCosts  # noqa: E402
-from reports.baseline import UnderAutocast  # noqa: E402
 from reports.exact_numerics import cpu  # noqa: E402
+from reports.gpu import SUBJECTS, own_loss  # noqa: E402
 from reports.made import made, write  # noqa: E402
 
 FP32, AUTOCAST, ALL_LOW = "FP32", "torch.autocast", "all low"
@@ -67,18 +75,27 @@ ROUNDS, WARMUP, RESAMPLED = 11, 2, 2000
 WINDOWS = (1, 4)
 _LENGTH = {"1": "Steps of one micro-batch", "4": "Windows of four micro-batches"}
 SIZE = (256, 4, 4, 64)  # width, layers, batch, tokens
-_KERNEL = re.compile(r"^\s+(?:\w+ = )?(cpp_fused\w*|triton_\w+\.run|extern_kernels\.\w+|torch\.ops\.[\w.]+)\(", re.M)
+BATCHES = {"BERT-base": 32, "GPT-2": 8, "Llama 0.5B": 8, "ViT-B": 64}  # of models on a GPU
+# By name: the variant, and the micro-batches of a window. Of both lengths autocast is the base.
+GPU_VARIANTS = {
+    AUTOCAST: (AUTOCAST, 1), "fxamp O1": ("fxamp O1", 1), "fxamp O2": ("fxamp O2", 1), ALL_LOW: (ALL_LOW, 1),
+    f"{AUTOCAST}, windows of 4": (AUTOCAST, 4), "fxamp O1 per_step, windows of 4": ("fxamp O1 per_step", 4),
+}  # fmt: skip
 Inputs = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Counts:
-    """What Inductor made of one forward and backward, and what of the work outside falls to it; None: not measured."""
+class PerBatch:
+    """What Inductor made of one forward and backward, and what of the work outside falls to it.
 
-    bytes_moved: float
-    launches: float
+    `fxamp.measure.inductor.Counts` says what each is; the peak is that of a window that ran. None: not measured.
+    """
+
+    moved_bytes: float
+    kernels: float
     saved_bytes: int
-    peak_bytes: int | None = None
+    peak: int | None = None
+    cast_kernels: float | None = None
 
 
 @dataclass(frozen=True)
@@ -86,7 +103,7 @@ class Row:
     """The counts of one variant."""
 
     variant: str
-    counts: Counts
+    counts: PerBatch
 
 
 @dataclass(frozen=True)
@@ -115,33 +132,50 @@ def bert(width: int, layers: int, batch: int, tokens: int) -> tuple[nn.Module, I
 def variants(size: tuple[int, int, int, int], window: int, options: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
     """Yield names, models, functions that run a micro-batch, and its casts of weights; each has weights of its own."""
     model, inputs = bert(*size)
-    for name in (FP32, AUTOCAST, ALL_LOW):
-        own = copy.deepcopy(model)
-        own = own.bfloat16() if name == ALL_LOW else own
-        called: Any = UnderAutocast(own, torch.bfloat16) if name == AUTOCAST else own
-        yield name, own, _by_hand(own, torch.compile(called, options=options), inputs, window), None
-    for name, (policy, weights) in POLICIES.items():
-        own = copy.deepcopy(model)
+    for name in (FP32, AUTOCAST, ALL_LOW, *POLICIES):
+        own = copy.deepcopy(model).to(torch.bfloat16 if name == ALL_LOW else torch.float32)
         # Graphs are captured here, and again when the step is compiled, which is before the next variant.
         with mock.patch.object(ByteCosts, "cast", return_value=0) if name == FUSED else contextlib.nullcontext():
-            converted = fxamp.convert(own, (), inputs, policy=f"{policy},dtype=bf16")
-            step = fxamp.TrainStep(
-                converted, None, _adamw(own), scaler=None, weights=weights,  # type: ignore[arg-type]
-                accumulate_steps=window, compile={"options": options},
-            )  # fmt: skip
-            yield name, own, lambda step=step: step(inputs).loss, step.weights
+            run, weights = micro_batch(own, inputs, name, window, {"options": options})
+            yield name, own, run, weights
+
+
+def micro_batch(
+    model: nn.Module, inputs: Inputs, variant: str, window: int, how: Mapping[str, Any], device: str = "cpu"
+) -> tuple[Callable[[], Tensor], WeightCasts | None]:
+    """Return what runs a micro-batch of a variant, and its casts of weights; `how` is for `torch.compile`.
+
+    Of "all low" the model has low weights.
+    """
+    if variant not in POLICIES:
+        if variant == ALL_LOW:
+            inputs = {k: v.to(torch.bfloat16) if v.is_floating_point() else v for k, v in inputs.items()}
+        return _by_hand(model, inputs, window, how, torch.autocast(device, torch.bfloat16, variant == AUTOCAST)), None
+    policy, weights = POLICIES[variant]
+    example: Any = () if device == "cuda" else ((), inputs)  # a check compares values
+    converted = fxamp.convert(model, *example, policy=f"{policy},dtype=bf16")
+    step = fxamp.TrainStep(
+        converted, None, _adamw(model), scaler=None, weights=weights,  # type: ignore[arg-type]
+        accumulate_steps=window, compile=how,
+    )  # fmt: skip
+    return lambda: step(inputs).loss, step.weights
 
 
 def _adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
 
 
-def _by_hand(model: nn.Module, called: Callable[..., Any], inputs: Inputs, window: int) -> Callable[[], Tensor]:
-    optimizer, done = _adamw(model), itertools.count(1)
+def _by_hand(
+    model: nn.Module, inputs: Inputs, window: int, how: Mapping[str, Any], autocast: torch.autocast
+) -> Callable[[], Tensor]:
+    options = {**recording(), **how.get("options", {})}
+    optimizer, called = _adamw(model), torch.compile(own_loss, **{**how, "options": options})
+    done = itertools.count(1)
 
     def step() -> Tensor:
-        loss: Tensor = called(**inputs).loss
-        (loss / window).backward()
+        with autocast:
+            loss: Tensor = called(model, inputs)
+        (loss / window if window > 1 else loss).backward()
         if next(done) % window == 0:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -150,54 +184,57 @@ def _by_hand(model: nn.Module, called: Callable[..., Any], inputs: Inputs, windo
     return step
 
 
-@contextlib.contextmanager
-def counting() -> Iterator[tuple[list[int], list[str]]]:
-    """Let Inductor generate code anew, and collect the bytes that each graph moves, and its code."""
-    from torch._inductor import config
-    from torch._inductor.graph import GraphLowering
-
-    moved: list[int] = []
-    made: list[str] = []
-    generate: Any = GraphLowering.codegen
-
-    def codegen(graph: Any) -> Any:
-        code = generate(graph)
-        moved.append(int(graph.count_bytes()[0]))
-        return code
-
-    hooks: dict[str, Any] = {"codegen": codegen, "save_output_code": made.append}
-    with config.patch(force_disable_caches=True), mock.patch.multiple(GraphLowering, **hooks):
-        yield moved, made
-
-
-def count(model: nn.Module, step: Callable[[], Tensor], weights: WeightCasts | None = None, window: int = 1) -> Counts:
+def count(
+    model: nn.Module, step: Callable[[], Tensor], weights: WeightCasts | None = None, window: int = 1
+) -> PerBatch:
     """Compile a step, run three windows, and count what was made, and what is cast and added outside the graphs."""
-    saved: list[int] = []
-    backward: Any = torch.Tensor.backward
     run = _repeated(step, window)
-
-    def look(loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        if not saved:
-            saved.append(saved_by(loss, model))
-        backward(loss, *args, **kwargs)
-
-    moved, launches = 0.0, 0.0
-    with counting() as (bytes_made, code_made), mock.patch.object(torch.Tensor, "backward", look):
-        for share in (1.0, 1 - 1 / window):  # the second window compiles what adds gradients, in all but its first call
-            run()
-            moved += share * sum(bytes_made)
-            launches += share * sum(len(_KERNEL.findall(code)) for code in code_made)
-            bytes_made.clear()
-            code_made.clear()
+    moved, kernels, casts, saved = 0.0, 0.0, 0.0, 0
+    for share in (1.0, 1 - 1 / window):  # the second window compiles what adds gradients, in all but its first call
+        mark = recorded()
+        run()
+        made = sum((graph.counts for graph in recorded_since(mark)), Counts())
+        moved += share * made.moved_bytes
+        kernels += share * made.kernels
+        casts += share * made.cast_kernels
+        saved = saved or made.saved_bytes
     copies: Any = () if weights is None else weights.copies._copies.values()
     for kept in copies:  # the weight is cast once a window, its gradient each time
         weight, low = kept.master(), kept.low
         moved += (1 / window + 1) * low.numel() * (weight.element_size() + low.element_size())
-        launches += 1 / window + 1
+        kernels += 1 / window + 1
+        casts += 1 / window + 1
     for weight in model.parameters():  # autograd loads two and stores one
         moved += (1 - 1 / window) * 3 * weight.numel() * weight.element_size()
-        launches += 1 - 1 / window
-    return Counts(moved, launches, saved[0], peak_of(run))  # by now there is optimizer state
+        kernels += 1 - 1 / window
+    return PerBatch(moved, kernels, saved, peak_of(run), casts)  # by now there is optimizer state
+
+
+def model(name: str, layers: int | None = None, low: bool = False) -> tuple[nn.Module, tuple[()], Inputs]:
+    """Make a model that a GPU trains, and its inputs; `fxamp.measure.fake_cuda` asks for it by name."""
+    subject = SUBJECTS[name]
+    depth = dict.fromkeys(subject.shallow, layers) if layers else {}
+    made, inputs = subject.build(BATCHES[name], False, **depth)
+    return made.to(torch.bfloat16 if low else torch.float32), (), inputs
+
+
+def train(model: nn.Module, args: tuple[()], kwargs: Inputs, variant: str, window: int = 1) -> Callable[[], None]:
+    """Return what trains a window of a variant on a GPU; `fxamp.measure.fake_cuda` asks for it by name."""
+    run, _ = micro_batch(model, kwargs, variant, window, {"dynamic": False}, "cuda")
+    return _repeated(run, window)
+
+
+def on_gpu(name: str, layers: int | None = None) -> dict[str, Breakdown]:
+    """Count the steps of a model on a GPU, whether there is one or not, in each variant."""
+    here = "reports/compiled_step.py"
+    return {
+        shown: count_on_gpu(
+            f"{here}:model", f"{here}:train", 
+            build_options={"name": name, "layers": layers, "low": variant == ALL_LOW},
+            run_options={"variant": variant, "window": window}, folder=HERE.parent,
+        )
+        for shown, (variant, window) in tqdm(GPU_VARIANTS.items(), desc=name)
+    }  # fmt: skip
 
 
 def peak_of(run: Callable[[], None]) -> int:
@@ -218,27 +255,11 @@ def peak_of(run: Callable[[], None]) -> int:
     return most
 
 
-def saved_by(loss: Tensor, model: nn.Module) -> int:
-    """Add up the storages that compiled functions have saved for backward, parameters apart."""
-    storages = {p.untyped_storage().data_ptr(): 0 for p in model.parameters()}
-    nodes, seen = [loss.grad_fn], set()
-    while nodes:
-        node: Any = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        nodes += [before for before, _ in node.next_functions]
-        for tensor in getattr(node, "saved_tensors", ()) if "Compiled" in node.name() else ():
-            storage = tensor.untyped_storage()
-            storages.setdefault(storage.data_ptr(), storage.nbytes())
-    return sum(storages.values())
-
-
 def measure(
     size: tuple[int, int, int, int], window: int, rounds: int, options: dict[str, Any]
 ) -> tuple[list[Row], list[Time]]:
     """Count every variant, and time whole windows of them in turn unless `rounds` is 0."""
-    torch.compiler.reset()  # or what another measurement compiled would be used again, and nothing counted
+    torch.compiler.reset()  # or what another measurement compiled would be used again, and nothing recorded
     steps, rows = {}, []
     for name, model, step, weights in tqdm(variants(size, window, options), desc="compile", total=3 + len(POLICIES)):
         rows.append(Row(name, count(model, step, weights, window)))
@@ -278,18 +299,62 @@ def table(rows: list[Row]) -> str:
     lines = [
         (
             row.variant,
-            f"{row.counts.bytes_moved / 1e6:.1f}",
-            f"{row.counts.bytes_moved / base.bytes_moved:.3f}",
-            f"{row.counts.launches:.0f}",
+            f"{row.counts.moved_bytes / 1e6:.1f}",
+            f"{row.counts.moved_bytes / base.moved_bytes:.3f}",
+            f"{row.counts.kernels:.0f}",
+            "" if row.counts.cast_kernels is None else f"{row.counts.cast_kernels:.0f}",
             f"{row.counts.saved_bytes / 1e6:.2f}",
-            "" if row.counts.peak_bytes is None else f"{row.counts.peak_bytes / 1e6:.2f}",
+            "" if row.counts.peak is None else f"{row.counts.peak / 1e6:.2f}",
         )
         for row in rows
     ]
     headers = (
-        "variant", "MB loaded and stored", "of autocast's", "kernels", "MB saved for backward", "MB at the peak"
+        "variant", "MB loaded and stored", "of autocast's", "kernels", "of these casts", "MB saved for backward",
+        "MB at the peak",
     )  # fmt: skip
     return tabulate(lines, headers, "pipe", disable_numparse=True)
+
+
+def table_of_gpu(rows: Mapping[str, Breakdown]) -> str:
+    """Return the counts of one model on a GPU; a variant is compared with autocast in windows of its length."""
+    lines = []
+    for name, found in rows.items():
+        base = rows[next(other for other, of in GPU_VARIANTS.items() if of == (AUTOCAST, GPU_VARIANTS[name][1]))]
+        parts = (found.forward, found.backward, found.update)
+        lines.append(
+            (
+                name,
+                " + ".join(str(part.kernels) for part in parts),
+                f"{found.total.kernels / base.total.kernels:.3f}",
+                f"{found.total.cast_kernels} of {base.total.cast_kernels}",
+                " + ".join(f"{part.moved_bytes / 1e6:,.0f}" for part in parts),
+                f"{found.total.moved_bytes / base.total.moved_bytes:.3f}",
+                f"{found.total.saved_bytes / GPU_VARIANTS[name][1] / 2**20:,.0f}",
+                f"{found.peak / 2**20:,.0f}",
+                f"{found.peak / base.peak:.3f}",
+            )
+        )
+    headers = (
+        "variant", "kernels: forward + backward + rest", "of autocast's", "casts, and autocast's",
+        "MB loaded and stored: forward + backward + rest", "of autocast's", "MiB saved", "MiB at the peak",
+        "of autocast's",
+    )  # fmt: skip
+    return tabulate(lines, headers, "pipe", disable_numparse=True)
+
+
+def beside_measured(name: str, found: Breakdown) -> str:
+    """Return a sentence on what a GPU ran of compiled autocast, beside the counts; "" where none has."""
+    file = HERE / "gpu.json"
+    sections = json.loads(file.read_text(encoding="utf-8"))["sections"].get("compiled", {}) if file.exists() else {}
+    rows = sections.get(f"{name}, {SUBJECTS[name].shown(BATCHES[name])}, BF16", [])
+    row = next((row for row in rows if row["variant"] == AUTOCAST and "kernels" in row), None)
+    if row is None:
+        return ""
+    return (
+        f"\nOf compiled autocast a GPU ran {row['kernels']:.0f} kernels, {row['cast kernels']:.0f} of them casts, with "
+        f"{row['peak MiB']:,.0f} MiB at the peak ([report](gpu.md)); here {found.total.kernels}, "
+        f"{found.total.cast_kernels} and {found.peak / 2**20:,.0f} are counted.\n"
+    )
 
 
 def table_of_times(found: dict[str, list[dict[str, Any]]]) -> str:
@@ -318,7 +383,7 @@ def to_markdown(found: dict[str, Any]) -> str:
         "peak memory of a window, without weights and optimizer state. Made by `python reports/compiled_step.py`.\n"
     )
     for window, rows in found["windows"].items():
-        counted = [Row(row["variant"], Counts(**row["counts"])) for row in rows]
+        counted = [Row(row["variant"], PerBatch(**row["counts"])) for row in rows]
         text += f"\n## {_LENGTH[window]}\n\n{table(counted)}\n"
     if times := found.get("times"):
         text += (
@@ -327,33 +392,49 @@ def to_markdown(found: dict[str, Any]) -> str:
             f"(bootstrap), where it was computed. Measured at commit {times['commit']} with {times['threads']} threads "
             f"on this CPU: {times['cpu']}.\n\n{table_of_times(times['windows'])}\n"
         )
+    if models := found.get("gpu"):
+        text += (
+            "\n## For a GPU\n\nWhat Inductor makes of whole steps on an H100, which is not there: it schedules them on "
+            "torch's CPU build, and nothing runs (`fxamp.measure.fake_cuda`). Kernels, bytes and peak are those of a "
+            "window, without what is held between windows; what is saved for backward is of one micro-batch. The rest "
+            "is the fused AdamW, sums of gradients, and casts of weights outside the graphs.\n"
+        )
+    for name, of in (models or {}).items():
+        rows = msgspec.convert(of["rows"], dict[str, Breakdown])
+        text += (
+            f"\n### {name}, {SUBJECTS[name].shown(BATCHES[name])}\n\nCounted at commit {of['commit']}, with torch "
+            f"{of['torch']}.\n{beside_measured(name, rows[AUTOCAST])}\n{table_of_gpu(rows)}\n"
+        )
     return text
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, and write both reports."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--windows", type=int, nargs="+", default=WINDOWS, choices=WINDOWS)
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of times on this CPU")
+    parser.add_argument("--windows", type=int, nargs="*", default=WINDOWS, choices=WINDOWS, help="on this CPU")
+    parser.add_argument("--models", nargs="*", default=[*BATCHES], choices=[*BATCHES], help="on a GPU")
     parser.add_argument("--size", type=int, nargs=4, default=SIZE, metavar=("WIDTH", "LAYERS", "BATCH", "TOKENS"))
     parser.add_argument("-o", "--folder", type=Path, default=HERE)
     args, began = parser.parse_args(arguments), made()
     warnings.filterwarnings("ignore")
     file = args.folder / "compiled_step.json"
-    before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     measured = {str(n): measure(tuple(args.size), n, args.rounds, {}) for n in args.windows}
-    found = {
-        "made": began, "torch": torch.__version__, "size": list(args.size),
-        "windows": {n: [asdict(row) for row in rows] for n, (rows, _) in measured.items()},
-        "times": before.get("times"),
-    }  # fmt: skip
-    if args.rounds:
+    if measured:
+        found |= {
+            "made": began, "torch": torch.__version__, "size": list(args.size),
+            "windows": {n: [asdict(row) for row in rows] for n, (rows, _) in measured.items()},
+        }  # fmt: skip
+    if measured and args.rounds:
         found["times"] = {
             "commit": began["commit"], "cpu": cpu(), "threads": torch.get_num_threads(), "rounds": args.rounds,
             "windows": {n: [asdict(time) for time in times] for n, (_, times) in measured.items()},
         }  # fmt: skip
-    text = to_markdown(found)
-    print(write(args.folder, "compiled_step", found, text))
+    for name in args.models:
+        rows = {variant: asdict(counts) for variant, counts in on_gpu(name).items()}
+        found.setdefault("gpu", {})[name] = {"commit": began["commit"], "torch": torch.__version__, "rows": rows}
+    print(write(args.folder, "compiled_step", found, to_markdown(found)))
 
 
 if __name__ == "__main__":

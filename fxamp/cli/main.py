@@ -27,8 +27,9 @@ from passes.contract.errors import FxampError, NoLossError, PolicyError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy, nearest
 
+from ..target import load_target
 from .output import DONE, FOUND, aside, coloured, failed, to_stderr, waiting, width, write, write_pair
-from .target import A_LOSS, load_target, run_target, step_of
+from .target import A_LOSS, run_target, step_of
 from .usage import parser_of
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,9 @@ from .compiler import CompileSettings, Region
 from .ranks.ranks import is_sharded
 from .weights import WeightCasts
 from .window import LossFunction, loss_of
+
+if TYPE_CHECKING:
+    from ..measure.inductor import Counts
 
 Output = Literal["low", "full"]
 
@@ -98,6 +101,19 @@ class CompiledStep:
         if not self.settings.captures:
             skipped = ["there is no CUDA device here"]
         return f"none: {'; '.join(dict.fromkeys(skipped))}" if skipped else "captured by Inductor, each graph by itself"
+
+    @property
+    def counts(self) -> Counts | None:
+        """What Inductor made of the graphs that the last micro-batch ran, and of the compiled update of a window.
+
+        They are those of this device; on a CPU a kernel is a nest of loops, of which a C++ function may have several.
+        Ops outside of the graphs are not in them, such as a fused optimizer. None before the first backward, and where
+        another backend compiles, or an option takes the place of the pass that records.
+        """
+        if not self.loss.kernels.ran:
+            return None
+        loss, update = self.loss.kernels.counts, self.update.region.kernels.counts
+        return None if loss is None or update is None else loss + update
 
     @property
     def regions(self) -> tuple[Region, Region]:

@@ -21,6 +21,7 @@ from passes.contract.policy import Policy, nearest
 from ..capture import backend as capture
 from ..capture import compiled
 from ..view.view import is_view, make_view
+from .kernels import Kernels
 
 _KEYS = ("backend", "mode", "options", "dynamic", "fullgraph")
 
@@ -56,8 +57,13 @@ class CompileSettings:
         return not (isinstance(self.backend, str) and "eager" in self.backend)
 
     def run(self) -> Any:
-        """Return the backend with its mode and options in it."""
-        return inner_backend(self.backend, self.mode, dict(self.options))
+        """Return the backend with its mode and options in it; Inductor records what it makes of each graph."""
+        options = dict(self.options)
+        if self.backend == "inductor":
+            from ..measure.inductor import recording  # imports Inductor, which takes seconds
+
+            options = recording() | options
+        return inner_backend(self.backend, self.mode, options)
 
 
 def settings_of(compile: object, cuda_graph: object) -> CompileSettings | None:
@@ -128,6 +134,7 @@ class Region:
         fallbacks: What runs uncompiled, and why.
         uncaptured: Why there is no CUDA graph of something.
         failed: Whether the backend itself raised an error in the last call.
+        kernels: What Inductor made of the graphs of the last call.
     """
 
     def __init__(
@@ -144,17 +151,17 @@ class Region:
         self.recompiles: list[str] = []
         self.fallbacks: list[str] = []
         self.uncaptured: list[str] = []
+        self.kernels = Kernels(settings.backend == "inductor")
         compile_graph = backend or settings.run()
 
         def compiler(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
             if reason := compiled.break_of(gm):
                 self.breaks.append(reason)
             try:
-                run: Callable[..., Any] = compile_graph(gm, example_inputs)
+                return self.kernels.compile(lambda: compile_graph(gm, example_inputs))
             except Exception:
                 self.failed = True
                 raise
-            return run
 
         compiler.__name__ = settings.name  # the name by which torch calls the backend in errors
         # Dynamo keeps what it compiles by code object: two steps would compete for one limit of recompiles.
@@ -166,6 +173,7 @@ class Region:
         """Run the function, compiled. An error of the backend gets a note with a way out."""
         before = compile_records()
         self.failed = False
+        self.kernels.begin()
         try:
             return self._run(*args)
         except Exception as error:
@@ -173,6 +181,7 @@ class Region:
                 error.add_note(self._said(str(error)))
             raise
         finally:
+            self.kernels.after_forward()
             self._look_back(before)
 
     def _said(self, error: str) -> str:

@@ -105,7 +105,7 @@ class TrainStep(TrainState):
             after the last backward as another; fused optimizers are not compiled. It may also be the name of another
             backend, or a mapping of `torch.compile`'s backend, mode, options, dynamic and fullgraph. Backend "fxamp"
             converts the model, which must not be converted yet. `compiled` counts graphs, breaks, recompiles and
-            uncompiled functions.
+            uncompiled functions, and `compiled.counts` kernels, casts among them, and bytes.
         output: What a compiled step keeps of the model's output, detached: None for nothing; "low" for what was
             computed, in 16 bits where it was; "full" for the dtypes of the model itself. What is kept is stored, which
             large logits are worth only where something reads them. Uncompiled, `result.output` has the output.
@@ -421,6 +421,8 @@ class TrainStep(TrainState):
                 mean = weighted if self.accumulate_steps == 1 else weighted / self.accumulate_steps
                 window.scaler.scale(mean).backward()
         self.weights.copies.after_backward()
+        if self.compiled is not None:
+            self.compiled.loss.kernels.after_backward()
         if window.kept is not None:
             window.kept.after_backward(share)
         detached = loss.detach().view(())

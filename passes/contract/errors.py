@@ -106,6 +106,13 @@ class ScaleCollapseError(FxampError, FloatingPointError):
     """
 
 
+class MeasureError(FxampError):
+    """What Inductor makes of a step cannot be counted: something for it is missing here, or the step does not fit it.
+
+    The message says what is missing, and how to get it.
+    """
+
+
 def in_short(error: Exception) -> str:
     """Return the type of an error and the first line of its text."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

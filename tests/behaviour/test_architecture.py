@@ -49,7 +49,9 @@ ARROWS = {
     "fxamp.report.forms": ".report.record passes.contract",
     "fxamp.view": ".capture .trust passes._torch passes.contract passes.graph passes.ops passes.runtime",
     "fxamp.report.page": ".report.forms .report.record passes.contract",
+    "fxamp.target": "passes.contract",
     "fxamp.measure": ".capture .trust .view passes._torch passes.contract passes.graph",
+    "fxamp.measure.fake_cuda": ".capture .measure .target .trust passes._torch passes.contract",
     "fxamp.train.ranks": ".view passes._torch passes.contract",
     "fxamp.convert": ".capture .measure .trust .view passes._torch passes.contract",
     "fxamp.trust.census": (
@@ -69,7 +71,7 @@ ARROWS = {
         ".convert .report .report.diff .report.forms .report.record .trust.census passes.contract passes.ops"
     ),
     "fxamp.train": (
-        ".capture .train.ranks .trust .trust.census .trust.ranges .view passes._torch passes.contract "
+        ".capture .measure .train.ranks .trust .trust.census .trust.ranges .view passes._torch passes.contract "
         "passes.graph passes.ops"
     ),
     "fxamp.pytest_plugin": ".report.gate",
@@ -82,7 +84,8 @@ ARROWS = {
     "fxamp.lightning": ".integrations",
     "fxamp.huggingface": ".integrations",
     "fxamp.cli": (
-        ".convert .demo .report .report.diff .report.forms .report.gate .trust.census .trust.choice .trust.error "
+        ".convert .demo .report .report.diff .report.forms .report.gate .target .trust.census .trust.choice "
+        ".trust.error "
         "passes passes.contract passes.ops"
     ),
     "fxamp.__main__": ".cli",

@@ -141,7 +141,7 @@ def test_figures_of_the_readme_are_those_of_the_reports() -> None:
     assert said is not None
     assert said.groups() == tuple(f"{part:.2f}" for part in parts)
     found = json.loads(text_of(ROOT / "reports" / "compiled_step.json"))["windows"]
-    moved = {(window, r["variant"]): r["counts"]["bytes_moved"] for window in found for r in found[window]}
+    moved = {(window, r["variant"]): r["counts"]["moved_bytes"] for window in found for r in found[window]}
     once, kept = (
         moved[window, variant] / moved[window, "torch.autocast"]
         for window, variant in (("1", "fxamp O1"), ("4", "fxamp O1 per_step"))

@@ -364,7 +364,7 @@ def test_the_report_on_errors_is_written_from_its_figures() -> None:
 
 def test_the_readme_says_what_a_compiled_step_moves_as_the_report_does() -> None:
     windows = json.loads((REPORTS / "compiled_step.json").read_text(encoding="utf-8"))["windows"]
-    moved = {n: {r["variant"]: r["counts"]["bytes_moved"] for r in rows} for n, rows in windows.items()}
+    moved = {n: {r["variant"]: r["counts"]["moved_bytes"] for r in rows} for n, rows in windows.items()}
     readme = " ".join((REPORTS.parent / "README.md").read_text(encoding="utf-8").split())
     loop = moved["1"]["fxamp O1"] / moved["1"]["torch.autocast"]
     step = moved["4"]["fxamp O1 per_step"] / moved["4"]["torch.autocast"]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import fxamp
 from fxamp.cli.main import main
-from fxamp.cli.target import load_target
+from fxamp.target import load_target
 from passes.contract.errors import CaptureError, FxampError
 from passes.contract.plan import Decision, Plan
 from passes.contract.policy import Policy

@@ -14,8 +14,8 @@ import pytest
 
 import fxamp
 from fxamp.cli.main import main
-from fxamp.cli.target import load_target
 from fxamp.report.gate.budget import Budget
+from fxamp.target import load_target
 from passes.contract.errors import PolicyError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy
