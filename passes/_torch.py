@@ -60,6 +60,7 @@ is_traced_by_jit: Any = torch.jit.is_tracing  # type: ignore[attr-defined]  # wh
 SET_GRAD = torch._C._set_grad_enabled  # what `set_grad_enabled` is in an exported graph
 INFERENCE = torch.autograd.grad_mode._enter_inference_mode, torch.autograd.grad_mode._exit_inference_mode  # in a graph
 DATA_OF = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]  # what `tensor.data` is in a graph of Dynamo
+ArchiveReader = torch._C.PyTorchFileReader  # reads what `torch.save` writes, by which `torch.load` reads it too
 VF = torch._VF  # the kernels of recurrent layers
 safe_softmax = torch.ops.aten._safe_softmax.default  # 0, as in attention, for a row of -inf; `torch.softmax` gives NaN
 MODULE_CALLS = (torch.nn.Module._call_impl.__code__, torch.nn.Module._wrapped_call_impl.__code__)

@@ -31,7 +31,8 @@ from . import checkpoint, given
 from .collapse import first_overflow, recolour
 from .compiled_step import CompiledStep
 from .describe import reasons_to_wait
-from .ranks.ranks import exchange
+from .files import naming, weights_in
+from .ranks.ranks import exchange, is_spread
 from .result import HostFlag, StepResult
 from .scaler import Tally, collapsed
 from .state import TrainState
@@ -364,13 +365,29 @@ class TrainStep(TrainState):
             torch.save(self.state_dict(), file)
 
     def load(self, path: str | os.PathLike[str], *, allow: Sequence[str] = ()) -> None:
-        """Load a state that `save` wrote; arguments and errors are those of `load_state_dict`.
+        """Load a state that `save` wrote. The file may come from anybody: nothing in it is run.
+
+        It is read with `weights_only=True`, whatever the environment asks torch for. Classes that you have given to
+        `torch.serialization.add_safe_globals` are made as torch makes them. For a sharded model the file holds
+        DTensors, whose classes torch allows, and with them it may make ranks communicate: read what you do not trust by
+        `fxamp.load_checkpoint` then.
+
+        Args:
+            path: The file.
+            allow: As in `load_state_dict`.
+
+        Raises:
+            PolicyError: The file holds something other than tensors and plain values, or is damaged; or as in
+                `load_state_dict`. It names the file. Nothing changed.
+            OSError: The file cannot be opened.
 
         Example:
             >>> step.save("step.pt")
             >>> step.load("step.pt", allow=["max_grad_norm"])
         """
-        self.load_state_dict(torch.load(path, map_location="cpu"), allow=allow)
+        state = weights_in(path, sharded=any(map(is_spread, self.model.parameters())))
+        with naming(path):
+            self.load_state_dict(state, allow=allow)
 
     def __getstate__(self) -> dict[str, Any]:
         if self.position:

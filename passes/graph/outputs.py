@@ -30,7 +30,7 @@ class Outputs:
     """
 
     def __init__(self, graph: Graph, values: Iterable[Node]) -> None:
-        self._nodes = list(graph.nodes)
+        self._nodes: list[Node] = list(graph.nodes)
         self._order = {n: i for i, n in enumerate(self._nodes)}
         self.aliases, self._live, chosen = Aliases(graph), _live(graph), set(values)
         self._names: dict[Node, list[Node]] = defaultdict(list)

@@ -310,7 +310,8 @@ def shared(outputs: list[Tensor]) -> list[list[bool]]:
 
 
 def traced(model: nn.Module) -> UnderAutocast:
-    return UnderAutocast(torch.compile(model, backend="eager"), BF16)
+    compiled: Any = torch.compile(model, backend="eager")
+    return UnderAutocast(compiled, BF16)
 
 
 @pytest.mark.parametrize("seed", [*range(8), *(pytest.param(i, marks=pytest.mark.slow) for i in range(8, 60))])
@@ -318,7 +319,7 @@ def test_random_programs_have_the_gradients_by_their_outputs_that_autocast_has(s
     """`torch.compile` too may connect what a model does not: a view that does nothing is the same tensor to it."""
     model, x, y = Program(seed), torch.randn(6, 8), torch.arange(6) % 4
     views = [fxamp.convert(model, (x, y), policy=f"{level},dtype=bf16") for level in ("O1", "O2")]
-    runs = []
+    runs = list[tuple[list[Any], list[Any], list[Any]]]()
     for called in (*views, UnderAutocast(model, BF16), traced(model)):
         model.zero_grad(set_to_none=True)
         *outputs, loss = called(x, y)

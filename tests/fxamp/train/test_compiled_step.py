@@ -297,7 +297,7 @@ def test_no_more_is_saved_for_backward_than_under_compiled_autocast(name: str, p
 @pytest.mark.parametrize("compile", ["aot_eager", pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("weights", ["per_use", "per_step"])
 def test_a_compiled_step_keeps_of_the_output_what_it_is_asked_for(compile: Any, weights: Any, loss: Any) -> None:
-    results, logits = [], []
+    results, logits = [], list[list[Any]]()
     for output in (None, "low", "full"):
         model = converted("one block") if loss is not None else WithLoss(converted("one block"))
         step = TrainStep(model, loss, SGD(model.parameters(), lr=0.1), weights=weights, compile=compile, output=output)
