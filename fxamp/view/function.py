@@ -189,8 +189,7 @@ class Function:
             runner.entries.append(Entry(number, converted, captured, named, constants, state, seconds, kept))
         if hooks := _global_hooks():
             self.stale = lambda: _global_hooks() != hooks
-        values = [i for i, v in enumerate(example_inputs) if isinstance(v, Tensor) and not isinstance(v, nn.Parameter)]
-        crossing = _Crossing(tuple(i for i in values if example_inputs[i].requires_grad), converted.read)
+        crossing = _Crossing(_read_inputs(captured, example_inputs), converted.read)
         run = _numbered(run, captured, number, kept, self.runner, crossing)
         return at_call(run, converted, example_inputs, outputs, partial(_reused, self.runner, number))
 
@@ -317,6 +316,16 @@ class _Crossing(NamedTuple):
         for value in (*(inputs[i] for i in self.inputs), *(outputs[i] for i in self.outputs)):
             if value.dtype in LOW_DTYPES and value.requires_grad:
                 call.read[id(value)] = value
+
+
+def _read_inputs(captured: GraphModule, inputs: Sequence[Any]) -> tuple[int, ...]:
+    """Return the places of the inputs with gradients, parameters aside, from which a graph computes something."""
+    values = zip(captured.graph.find_nodes(op="placeholder"), inputs, strict=False)
+    return tuple(
+        i for i, (node, value) in enumerate(values)
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.requires_grad
+        and any(user.op.startswith("call") and user.target not in _MARKS for user in node.users)
+    )  # fmt: skip
 
 
 def _numbered(
