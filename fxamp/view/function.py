@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from passes._torch import (
     LIMIT_IS_ARGUMENT,
@@ -39,6 +39,7 @@ from passes._torch import (
     pytree,
     source_name,
 )
+from passes.graph.outputs import viewed
 from passes.graph.values import LOW_DTYPES
 
 from ..capture.backend import inner_of, recompute_as_written, rewrite, run_by
@@ -189,7 +190,7 @@ class Function:
             runner.entries.append(Entry(number, converted, captured, named, constants, state, seconds, kept))
         if hooks := _global_hooks():
             self.stale = lambda: _global_hooks() != hooks
-        crossing = _Crossing(_read_inputs(captured, example_inputs), converted.read)
+        crossing = _Crossing(_read_inputs(converted.graph.graph, example_inputs), converted.read)
         run = _numbered(run, captured, number, kept, self.runner, crossing)
         return at_call(run, converted, example_inputs, outputs, partial(_reused, self.runner, number))
 
@@ -318,14 +319,18 @@ class _Crossing(NamedTuple):
                 call.read[id(value)] = value
 
 
-def _read_inputs(captured: GraphModule, inputs: Sequence[Any]) -> tuple[int, ...]:
+def _read_inputs(graph: Graph, inputs: Sequence[Any]) -> tuple[int, ...]:
     """Return the places of the inputs with gradients, parameters aside, from which a graph computes something."""
-    values = zip(captured.graph.find_nodes(op="placeholder"), inputs, strict=False)
+    values = zip(graph.find_nodes(op="placeholder"), inputs, strict=False)
     return tuple(
         i for i, (node, value) in enumerate(values)
-        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.requires_grad
-        and any(user.op.startswith("call") and user.target not in _MARKS for user in node.users)
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.requires_grad and _is_read(node)
     )  # fmt: skip
+
+
+def _is_read(value: Node) -> bool:
+    """Say whether something is computed from a value; a view of it is no more than that."""
+    return any(u.op.startswith("call") and (viewed(u) is None or _is_read(u)) for u in value.users)
 
 
 def _numbered(
