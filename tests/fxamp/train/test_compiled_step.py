@@ -308,7 +308,9 @@ def test_a_compiled_step_keeps_of_the_output_what_it_is_asked_for(compile: Any, 
     assert [(t.dtype, t.requires_grad) for t in low] == [(torch.bfloat16, False)] * 2
     assert [(t.dtype, t.requires_grad) for t in full] == [(torch.float32, False)] * 2
     assert all(map(torch.equal, full, (t.float() for t in low)))
-    assert len({tuple(result.loss.item() for result in run) for run in results}) == 1
+    losses = [torch.stack([result.loss for result in run]) for run in results]
+    for other in losses[1:]:  # Inductor fuses a graph of other outputs in other kernels
+        torch.testing.assert_close(other, losses[0], rtol=0 if compile == "aot_eager" else 1e-5, atol=0)
 
 
 class Object:
