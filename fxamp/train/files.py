@@ -7,7 +7,6 @@ import io
 import os
 import pickletools
 import re
-import reprlib
 import stat
 import zipfile
 from collections.abc import Iterator
@@ -18,6 +17,8 @@ import torch
 
 from passes._torch import ArchiveReader
 from passes.contract.errors import FxampError, PolicyError, in_short
+
+_SHOWN = 120  # characters of a name
 
 
 @contextlib.contextmanager
@@ -68,18 +69,20 @@ def weights(file: IO[bytes], *, sharded: bool = False) -> Any:
     """
     try:
         _refuse_growth(file)
-        if not sharded:
-            _refuse_distributed(file)
+        distributed = "" if sharded else _distributed_name(file)
         # Said here, it holds also where the environment asks torch for loads that run code.
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=False)
+        found = None if distributed else torch.load(file, map_location="cpu", weights_only=True, mmap=False)
     except Exception as error:
         culprit = re.search(r"GLOBAL (\S+)", str(error))  # torch's own message advises to load it all the same
         raise ValueError(
-            f"it names {reprlib.repr(culprit[1])}, and may hold tensors and plain values alone. Where you trust a "
+            f"it names {culprit[1][:_SHOWN]!r}, and may hold tensors and plain values alone. Where you trust a "
             "class, torch.serialization.add_safe_globals([...]) allows it"
             if culprit
             else "it is damaged, or not what torch.save writes of tensors and plain values"
         ) from error
+    if distributed:
+        raise ValueError(f"it names {distributed[:_SHOWN]!r}, which only a state of sharded parameters may hold")
+    return found
 
 
 def refuse_objects(value: Any) -> None:
@@ -102,11 +105,9 @@ def _refuse_growth(file: IO[bytes]) -> None:
         raise ValueError("the archive is compressed")
 
 
-def _refuse_distributed(file: IO[bytes]) -> None:
-    """Raise ValueError for an archive that names something of `torch.distributed`."""
+def _distributed_name(file: IO[bytes]) -> str:
+    """Return the first name of `torch.distributed` in an archive, "" if there is none."""
     opcodes = pickletools.genops(ArchiveReader(file).get_record("data.pkl"))
     file.seek(0)
-    for opcode, argument, _ in opcodes:
-        named = str(argument).replace(" ", ".")
-        if opcode.name == "GLOBAL" and named.startswith("torch.distributed"):
-            raise ValueError(f"GLOBAL {named}")
+    names = (str(argument).replace(" ", ".") for opcode, argument, _ in opcodes if opcode.name == "GLOBAL")
+    return next((name for name in names if name.startswith("torch.distributed")), "")

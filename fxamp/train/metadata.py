@@ -123,7 +123,7 @@ class _Parser:
     def name(self, _: Any) -> None:
         name = ".".join(self.last(2))
         if name not in _NAMES:
-            raise ValueError(f"it names {reprlib.repr(name)}, which metadata does not need")
+            raise ValueError(f"it names {name[:120]!r}, which metadata does not need")
         self.stack.append(_Name(name))
 
     def call(self, _: Any) -> None:

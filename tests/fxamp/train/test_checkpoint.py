@@ -252,6 +252,26 @@ def test_the_state_of_another_optimizer_or_model_is_refused_and_changes_nothing(
     refused(simple(nn.Linear(4, 1), SGD), {"epoch": 3}, "it lacks beside, ema, gradients")
 
 
+@pytest.mark.parametrize("part", ["rng", "scaler", "schedulers", "optimizers"])
+def test_a_window_goes_on_after_a_state_of_which_a_part_does_not_fit(part: str) -> None:
+    step, alone, other = build(), build(), build(seed=1)
+    for x, factor in zip(X[:4], FACTORS, strict=False):
+        other(x, factor)
+    state = other.state_dict()
+    wrong = {"rng": {"cpu": state["rng"]["cpu"]}, "scaler": {"scale": 1.0}, "schedulers": [state["schedulers"][0], "x"]}
+    state[part] = wrong.get(part, [state["optimizers"][0], {}])
+    torch.manual_seed(7)
+    expected = [alone(x, factor) for x, factor in zip(X[:5], FACTORS, strict=False)]
+    torch.manual_seed(7)
+    got = [step(x, factor) for x, factor in zip(X[:2], FACTORS, strict=False)]
+    with pytest.raises(PolicyError, match="a part of the state does not fit this step"):
+        step.load_state_dict(state)
+    got += [step(x, factor) for x, factor in zip(X[2:5], FACTORS[2:5], strict=True)]
+    assert [(r.reason, r.scale) for r in got] == [(r.reason, r.scale) for r in expected]
+    assert all(map(torch.equal, tensors_of(step), tensors_of(alone)))
+    assert str(step.state_dict()) == str(alone.state_dict())
+
+
 def test_a_window_that_would_have_to_be_run_again_is_refused() -> None:
     def lbfgs() -> TrainStep:
         model = nn.Linear(4, 1)
