@@ -32,6 +32,7 @@ from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode as TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -40,6 +41,9 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from .contract.devices import DEVICES
 
 pytree = torch.utils._pytree
+SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+NUMBERS = (int, float, *SYMBOLS)
+TENSOR_OF: Any = torch._refs.tensor  # what Dynamo calls in the place of `torch.tensor`, where a number is an input
 enter_autocast, exit_autocast = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 pop_mode, push_mode = torch.utils._python_dispatch._pop_mode, torch.utils._python_dispatch._push_mode
 FunctionContext = torch.autograd.function.BackwardCFunction  # one is made at every `apply`
@@ -56,6 +60,7 @@ is_traced_by_jit: Any = torch.jit.is_tracing  # type: ignore[attr-defined]  # wh
 SET_GRAD = torch._C._set_grad_enabled  # what `set_grad_enabled` is in an exported graph
 INFERENCE = torch.autograd.grad_mode._enter_inference_mode, torch.autograd.grad_mode._exit_inference_mode  # in a graph
 DATA_OF = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]  # what `tensor.data` is in a graph of Dynamo
+ArchiveReader = torch._C.PyTorchFileReader  # reads what `torch.save` writes, by which `torch.load` reads it too
 VF = torch._VF  # the kernels of recurrent layers
 safe_softmax = torch.ops.aten._safe_softmax.default  # 0, as in attention, for a row of -inf; `torch.softmax` gives NaN
 MODULE_CALLS = (torch.nn.Module._call_impl.__code__, torch.nn.Module._wrapped_call_impl.__code__)
@@ -309,6 +314,42 @@ def example_sizes(size: torch.SymInt | torch.SymFloat | torch.SymBool) -> dict[A
     env = size.node.shape_env
     known = getattr(env, "backed_var_to_val", None)
     return dict(env.var_to_val if known is None else known)  # the older name
+
+
+def example_of(number: Any) -> Any:
+    """Return the value that a symbolic number has in the example; a constant as it is."""
+    return number.node.hint if isinstance(number, SYMBOLS) else number
+
+
+def varies(number: torch.SymInt | torch.SymFloat | torch.SymBool) -> bool:
+    """Say whether a symbolic number depends on inputs or on data, and no guard has made it a constant."""
+    return number.node.is_nested_int() or bool(number.node.expr.free_symbols)
+
+
+def is_of_data(number: Any) -> bool:
+    """Say whether data decides a symbolic number, as what `.item()` of a tensor gives; no guard can ask that."""
+    symbolic = isinstance(number, SYMBOLS) and not number.node.is_nested_int()  # the size of a jagged dimension
+    return symbolic and bool(free_unbacked_symbols(number))
+
+
+def is_guarded(number: torch.SymInt | torch.SymFloat | torch.SymBool) -> bool:
+    """Say whether what is asked of a symbolic number becomes a guard: Dynamo captures it, and has not ended that."""
+    context: Any = torch._guards.TracingContext.try_get()
+    mode, env = context and context.fake_mode, number.node.shape_env
+    return mode is not None and mode.shape_env is env and not env.frozen and not is_of_data(number)
+
+
+def is_known(condition: torch.SymBool, otherwise: bool) -> bool:
+    """Say whether a condition holds for all that its symbols may be; `otherwise` where it holds for some alone."""
+    if otherwise:
+        return not statically_known_true(torch.sym_not(condition))
+    return bool(statically_known_true(condition))
+
+
+def is_number_input(placeholder: Node) -> bool:
+    """Say whether Dynamo made an input of a Python number; its graph gets that as a tensor of no dimension."""
+    argument = placeholder.meta.get("grapharg")
+    return bool(getattr(argument, "pass_arg_as_tensor", False))
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from .contract.plan import Decision
 from .contract.reasons import Reason
 from .graph.bodies import Border
-from .graph.values import Dtypes, Inference
+from .graph.values import LOW_DTYPES, Dtypes, Inference
 
 AS_AUTOCAST = "as_autocast"  # a kind: it runs under autocast, whatever is inside
 Position = tuple[str, int]  # an operand: argument name, index in a list argument
@@ -46,7 +46,7 @@ class Colouring:
     reason: Reason
     operand_dtypes: Mapping[Position, torch.dtype] = field(default_factory=dict)
     set_dtype: torch.dtype | None = None
-    literals: tuple[tuple[float, float], ...] = ()
+    literals: tuple[tuple[float | Node, float], ...] = ()
     clamped: tuple[Position, ...] = ()
     causes: tuple[Node, ...] = ()
     settled: bool = False
@@ -81,6 +81,12 @@ class Assignment:
     bodies: Mapping[Node, Any] = field(default_factory=dict)
     autocast: Mapping[Node, torch.dtype] = field(default_factory=dict)
     decisions: tuple[Decision, ...] = ()
+
+    @property
+    def widened(self) -> list[Node]:
+        """The outputs that are low and must be FP32."""
+        low = (n for n, dtype in self.returned.items() if dtype == torch.float32 and self.dtypes.get(n) in LOW_DTYPES)
+        return [n for n in low if n.op.startswith("call")]
 
 
 class Ensures(enum.Enum):

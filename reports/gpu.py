@@ -100,7 +100,7 @@ class Subject:
         config = getattr(transformers, f"{self.family}Config")(
             **{**self.sizes, **(self.small if small else {}), **others}
         )
-        with torch.device(DEVICE) if CUDA else contextlib.nullcontext():  # where "meta" was asked for, it stays
+        with torch.device(DEVICE):
             model = getattr(transformers, self.family + self.task)(config)
             if small and not model.loss_type:  # without one it warns, which breaks the graph: that takes long
                 model.loss_type = "ForCausalLM"

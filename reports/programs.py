@@ -4,9 +4,10 @@
     python reports/programs.py --limit 500 --seconds 600         # less
     python reports/programs.py --seed 123 --front-end graph      # one program: its text, and what becomes of it
     python reports/programs.py --seed 123 --front-end view --shrink
+    python reports/programs.py --numbers --limit 2000            # numbers are attributes, and inputs of the graphs
 
 Every program is converted to a view and, in turn, by one of the other front ends, at every level, with low BF16 or
-FP16. Writes `programs.md` and `programs.json` beside this file.
+FP16. Writes `programs.md` and `programs.json` beside this file, with --numbers `numbers.md` and `numbers.json`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ sys.path.insert(0, str(HERE.parent))
 
 from reports.made import made, write  # noqa: E402
 from reports.trial.generate import generate, runs  # noqa: E402  (the path comes first)
-from reports.trial.judge import FAILURES, FRONT_ENDS, LEVELS, Subject, Verdict, judged  # noqa: E402
+from reports.trial.judge import FAILURES, FRONT_ENDS, LEVELS, NUMBERS, Subject, Verdict, judged  # noqa: E402
 from reports.trial.options import add_options  # noqa: E402
 from reports.trial.program import Program  # noqa: E402
 from reports.trial.shrink import shrink  # noqa: E402
@@ -37,6 +39,16 @@ from reports.trial.workers import Found, Record, code, run_all  # noqa: E402
 
 WANTED = 10_000
 RECORD = HERE.parent / "build" / "trial" / "programs.jsonl"
+
+
+def with_numbers(case: str) -> Found:
+    """Judge the program of a seed with its numbers as attributes, at O1 or O2 in turn."""
+    seed = int(case)
+    program, level = generate(seed), ("O1", "O2")[seed // 10 % 2]
+    if program is None or not program.numbers:
+        return {"found": None}
+    found = verdicts(program, NUMBERS, low(seed), (level,))
+    return {"found": {NUMBERS: {level: [v.kind, v.why] for level, v in found.items()}}}
 
 
 def front_ends(seed: int) -> tuple[str, ...]:
@@ -49,10 +61,12 @@ def low(seed: int) -> str:
     return "fp16" if seed % 10 in (3, 7) else "bf16"
 
 
-def verdicts(program: Program, front_end: str, dtype: str) -> dict[str, Verdict]:
-    """Judge one program at every level."""
+def verdicts(program: Program, front_end: str, dtype: str, levels: tuple[str, ...] = LEVELS) -> dict[str, Verdict]:
+    """Judge one program at every level; its numbers are attributes for the front end that is for these."""
+    program = replace(program, attributes=front_end == NUMBERS)
+    numbers = program.numbers if program.attributes else {}
     model, args = program.build()
-    return judged(Subject(model, args, low=dtype), front_end)
+    return judged(Subject(model, args, low=dtype, numbers=numbers), front_end, levels)
 
 
 def work(case: str) -> Found:
@@ -85,7 +99,7 @@ def smallest(seed: int, front_end: str, level: str, dtype: str | None = None) ->
 def to_markdown(data: dict[str, Any]) -> str:
     """Return the report: how many of what, deviations, reasons of refusals, and every failure with its command."""
     rows = []
-    for front in FRONT_ENDS:
+    for front in [f for f in (*FRONT_ENDS, NUMBERS) if f in data["counts"]]:
         for level in LEVELS:
             counts = data["counts"].get(front, {}).get(level, {})
             rows.append((front, level, sum(counts.values()), *(counts.get(kind, 0) for kind in data["kinds"])))
@@ -96,7 +110,9 @@ def to_markdown(data: dict[str, Any]) -> str:
         f"seeds up to {data['last']}, of which {data['current']} with the present version of the code, in\n"
         f"{data['hours']:.1f} hours of processor time. Each program is a model of 3 to 14 random lines: products,\n"
         "casts of every spelling, reads of dtypes, views, in-place writes, buffers, autocast regions, checkpoints,\n"
-        "branches on shapes and dtypes, shared and frozen weights. `view` is `fxamp.convert` of the model, `graph`\n"
+        "branches on shapes and dtypes, shared and frozen weights. `numbers` is a view of the model whose numbers are\n"
+        "attributes, after one with others; its plan must be that of a fresh process.\n"
+        "`view` is `fxamp.convert` of the model, `graph`\n"
         "that of what `torch.export` makes of it, compared with that graph; `ambient` is the model compiled in place,\n"
         "and called under autocast.\n\n"
         "- O0 must equal eager PyTorch bit for bit, its gradients within 1e-6.\n"
@@ -167,7 +183,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the programs asked for; print and write the report, or what became of one."""
     parser = argparse.ArgumentParser(description="Try random programs at every level, by every front end.")
     parser.add_argument("--seed", type=int, help="this program alone: print it, and what becomes of it")
-    parser.add_argument("--front-end", choices=FRONT_ENDS, help="of that one; both of its own otherwise")
+    parser.add_argument("--front-end", choices=(*FRONT_ENDS, NUMBERS), help="of that one; both of its own otherwise")
+    parser.add_argument("--numbers", action="store_true", help="numbers are attributes, and inputs of the graphs")
     parser.add_argument("--low", choices=("bf16", "fp16"), help="of that one (default: as its number says)")
     parser.add_argument("--shrink", action="store_true", help="and make it as small as it fails")
     parser.add_argument("--limit", type=int, default=WANTED, help="how many programs (default: %(default)s)")
@@ -177,7 +194,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.seed is not None:
         one(options.seed, options.front_end, options.low, options.shrink)
         return
-    record = Record(options.record)
+    name, trial = ("numbers", with_numbers) if options.numbers else ("programs", work)
+    record = Record(options.record.with_name(f"{name}.jsonl") if options.numbers else options.record)
     record.forget(options.again, failed)
     until = None if options.seconds is None else time.monotonic() + options.seconds
     seeds = (str(seed) for seed in range(options.first, options.first + 2 * options.limit))
@@ -185,9 +203,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         batch = [s for s, _ in zip((s for s in seeds if s not in record.found), range(left), strict=False)]
         if not batch or (until is not None and time.monotonic() > until):
             break
-        run_all(batch, work, record, processes=options.processes, until=until, name="programs")
+        run_all(batch, trial, record, processes=options.processes, until=until, name=name)
     data = summary(record.found)
-    sys.stdout.write(write(options.output, "programs", {"made": began, **data}, to_markdown(data)))
+    sys.stdout.write(write(options.output, name, {"made": began, **data}, to_markdown(data)))
 
 
 def failed(entry: Found) -> bool:

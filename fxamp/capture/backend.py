@@ -22,13 +22,14 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from passes import compile_graph
-from passes._torch import FakeTensor, inner_backend, on_recompile_limit, trace_artifact
+from passes._torch import FakeTensor, inner_backend, is_number_input, on_recompile_limit, trace_artifact
 from passes.contract.costs import Penalties, Timer
 from passes.contract.errors import PolicyError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy, check_used, nearest, type_names
 from passes.graph.grad import requires_grad
 from passes.graph.notes import note, note_buffer, note_of
+from passes.graph.outputs import read_outputs
 from passes.graph.values import described, no_autocast, retyped
 from passes.ops import ops
 from passes.ops.rules import row_of
@@ -265,12 +266,14 @@ def rewrite(
     places = gm.graph.find_nodes(op="placeholder")  # torch may put the switch of a region before them
     named = [(parameter_path(n), v) for n, v in zip(places, example_inputs, strict=False)]
     notes = (*refuse_low_parameters(named, is_training(), is_gathered), *opaque_parameters(named))
-    device = policy.device or first_device(sorted(example_inputs, key=lambda v: not isinstance(v, nn.Parameter)))
+    values = [v for n, v in zip(places, example_inputs, strict=False) if not is_number_input(n)]
+    device = policy.device or first_device(sorted(values, key=lambda v: not isinstance(v, nn.Parameter)))
     for node, value in zip(places, example_inputs, strict=False):
         if is_attribute(node):
             note_buffer(node, value)
         else:
-            note(node, role="parameter" if isinstance(value, nn.Parameter) else "")
+            number = "number" if is_number_input(node) else ""
+            note(node, role="parameter" if isinstance(value, nn.Parameter) else number)
         if isinstance(value, torch.Tensor):  # torch may have split the graph into parts, after another trace
             for key in {"example_value", "val"} & node.meta.keys():
                 node.meta[key] = retyped(node.meta[key], value.dtype)
@@ -288,6 +291,7 @@ def rewrite(
     holds, given = _held_and_given(gm, example_inputs, found, dtype, leaves)
     with no_autocast():
         outputs = describe(gm, scope=found, ambient=under, policy=resolved, holds=holds, given=given - holds)
+    read = read_outputs(gm.graph) if policy.level.rounds else ()
     if not under and policy.level.rounds:
         notes = (*notes, _WITHOUT_AUTOCAST)
     given_plan, exact = (None, True) if replayed is None else replayed(gm.graph)
@@ -301,7 +305,8 @@ def rewrite(
     gm.recompile()
     on_recompile_limit(recompile_limit.notice)
     trace_artifact("fxamp_precision", functools.partial(_record_of, plan))
-    return compiled.converted_of(gm, plan, example_inputs, found, autocast=under), outputs
+    converted = compiled.converted_of(gm, plan, example_inputs, found, autocast=under)
+    return replace(converted, read=read), outputs
 
 
 def _record_of(plan: Plan) -> str:

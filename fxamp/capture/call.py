@@ -21,6 +21,7 @@ class Call:
         does: "run"; "capture", where graphs are captured and none of them runs; or "compare", where captured graphs run
             unconverted.
         ran: the numbers of the graphs that ran, in order; -1 for one without an op.
+        read: the low values with gradients, by identity, that something else was computed from behind them.
         modes: dispatch modes that are off while Dynamo captures, and on while graphs run.
         regions: how many autocast regions are round the model's code; what is deeper in lies in one of the model's own.
     """
@@ -31,6 +32,7 @@ class Call:
     code: CodeType
     does: str = "run"
     ran: list[int] = field(default_factory=list)
+    read: dict[int, torch.Tensor] = field(default_factory=dict)
     modes: list[Any] = field(default_factory=list)
     regions: int = 0
 

@@ -20,12 +20,14 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 from torch.utils.weak import WeakIdKeyDictionary
 
-from passes._torch import FakeTensor, codegen_of, compiled_call, original_of, pytree
+from passes._torch import NUMBERS, FakeTensor, codegen_of, compiled_call, is_number_input, original_of, pytree
 from passes.contract.errors import CaptureError, PolicyError
 from passes.contract.plan import Decision, Plan, sums
 from passes.contract.policy import module_override
 from passes.graph.notes import is_inserted
 from passes.graph.values import dtypes_of
+from passes.ops import ops
+from passes.ops.numbers import value_of
 from passes.runtime.tracing import RuntimeTracer
 
 from .capture_jit import attribute_of, parameter_path
@@ -45,6 +47,7 @@ class Converted:
         places: which inputs of the graph they are.
         broke: where and why Dynamo ended the graph early, "" when it did not.
         autocast: it was captured under autocast.
+        read: the places of the outputs from which others are computed.
     """
 
     graph: GraphModule
@@ -53,6 +56,7 @@ class Converted:
     places: tuple[int, ...] = ()
     broke: str = ""
     autocast: bool = False
+    read: tuple[int, ...] = ()
 
     @property
     def paths(self) -> dict[int, str]:
@@ -61,17 +65,33 @@ class Converted:
 
     @property
     def signature(self) -> Any:
-        """Return a key that is equal for graphs of the same code that were captured for different sizes, or twice."""
-        return self.computed, tuple(d.source for d in self.plan.decisions)
+        """Return a key that is equal for graphs of one code, and the same decisions, whatever its sizes and numbers."""
+        return self.code, self.colours
 
     @property
     def computed(self) -> Any:
         """Return a key that is equal for graphs that compute the same, wherever their code stands."""
+        return self.written, self.colours
+
+    @property
+    def code(self) -> Any:
+        """Return a key that is equal for graphs of one code, whatever its sizes and numbers, and what was decided."""
+        return self.written, tuple(d.source for d in self.plan.decisions)
+
+    @property
+    def colours(self) -> tuple[str, ...]:
+        """Return what was decided, node by node."""
+        return tuple(d.colour for d in self.plan.decisions)
+
+    @property
+    def written(self) -> Any:
+        """Return a key that is equal for graphs of the same calls, wherever their code stands."""
         nodes = self.graph.graph.nodes
-        given = tuple(str(dtypes_of(n.meta.get("val"))) for n in nodes if n.op == "placeholder" and _is_made(n))
+        inputs = [n for n in nodes if n.op == "placeholder" and _is_made(n) and not is_number_input(n)]
+        given = tuple(str(dtypes_of(n.meta.get("val"))) for n in inputs)
         calls = [n for n in nodes if n.op.startswith("call") and not is_inserted(n)]
-        made = filter(_is_made, calls)
-        written = tuple((str(n.target), str(map_aggregate((n.args, dict(n.kwargs)), _unsized))) for n in made)
+        made = [(n, n.target if n.op == "call_method" else ops.name(n)) for n in calls if _is_made(n)]
+        written = tuple((name, str(map_aggregate((n.args, dict(n.kwargs)), _unsized))) for n, name in made)
         return self.broke, given, tuple((d.graph, d.key, d.op) for d in self.plan.decisions), written
 
 
@@ -81,12 +101,12 @@ def _is_made(node: Node) -> bool:
 
 
 def _unsized(argument: Any) -> Any:
-    """Return an argument without values and sizes: a number in one graph may be a node in another."""
-    if argument is None or isinstance(argument, (bool, float, str, torch.dtype)):
+    """Return an argument without values, sizes and numbers: a number in one graph may be a node in another."""
+    if argument is None or isinstance(argument, (bool, str, torch.dtype)):
         return argument
-    if isinstance(argument, Node):
-        return "tensor" if _is_made(argument) else "int"
-    return "int" if isinstance(argument, int) else str(argument)
+    if isinstance(value_of(argument), NUMBERS):
+        return "number"
+    return "tensor" if isinstance(argument, Node) else str(argument)
 
 
 _KEPT: Any = WeakIdKeyDictionary()  # the graphs of a compiled module, and those that read a parameter
@@ -189,6 +209,8 @@ def break_of(gm: GraphModule) -> str:
 def entries(module: nn.Module) -> list[Converted]:
     """Return the converted graphs of a compiled module, in order; of one that was captured repeatedly the last.
 
+    Of one code there are several if its numbers or sizes decided differently; those of an earlier policy are left out.
+
     Raises:
         CaptureError: nothing was captured.
     """
@@ -197,10 +219,13 @@ def entries(module: nn.Module) -> list[Converted]:
         found |= {id(entry): entry for entry in _KEPT.get(parameter, ())}
     if not found:
         raise CaptureError(_nothing(module))
-    once: dict[Any, Converted] = {}
+    once: dict[Any, dict[Any, Converted]] = {}
     for entry in found.values():
-        once[entry.signature] = entry  # a model may have been compiled before, under another policy
-    return list(once.values())
+        of_code = once.setdefault(entry.code, {})
+        if any(e.plan.policy != entry.plan.policy for e in of_code.values()):
+            of_code.clear()
+        of_code[entry.colours] = entry
+    return list(itertools.chain.from_iterable(of_code.values() for of_code in once.values()))
 
 
 def _root(module: nn.Module) -> nn.Module:

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -107,19 +107,29 @@ def is_whole(value: object) -> bool:
     return not isinstance(value, (tuple, list, dict))
 
 
-def restored(outputs: Any, is_own: Callable[[Tensor], bool], made: dict[int, Any] | None = None) -> Any:
+def restored(
+    outputs: Any, is_own: Callable[[Tensor], bool], made: dict[int, Any] | None = None,
+    read: Container[int] = (),
+) -> Any:  # fmt: skip
     """Return outputs with low values cast to FP32, unless `is_own` says that they are low in the model itself.
 
+    Of those in `read`, by identity, another output was computed in another graph: they are returned as they were read,
+    or a gradient by them would not reach them.
+
     Containers other than tuples, lists, dicts and dataclasses are left unchanged, so a cache keeps low values.
-    An output that is returned twice stays one tensor: `made` maps the identity of each output to what was made of it.
+    An output that is returned twice stays one tensor: `made` maps the identity of each output to what was made of it,
+    and of one in `read` to itself.
     """
     made = {} if made is None else made
     leaves, spec = pytree.tree_flatten(outputs, is_leaf=is_whole)
     for leaf in leaves:
         if id(leaf) in made or isinstance(leaf, nn.Parameter):
             continue
+        if id(leaf) in read:
+            made[id(leaf)] = leaf
+            continue
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            made[id(leaf)] = _restored_fields(leaf, is_own, made)
+            made[id(leaf)] = _restored_fields(leaf, is_own, made, read)
         elif isinstance(leaf, Tensor) and leaf in _OWN:
             made[id(leaf)] = leaf.to(_OWN[leaf])
         elif isinstance(leaf, Tensor) and leaf.dtype in LOW_DTYPES and not is_own(leaf):
@@ -129,9 +139,11 @@ def restored(outputs: Any, is_own: Callable[[Tensor], bool], made: dict[int, Any
     return outputs if same else pytree.tree_unflatten(changed, spec)
 
 
-def _restored_fields(value: Any, is_own: Callable[[Tensor], bool], made: dict[int, Any]) -> Any:
+def _restored_fields(
+    value: Any, is_own: Callable[[Tensor], bool], made: dict[int, Any], read: Container[int]
+) -> Any:  # fmt: skip
     fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
-    changed = {name: new for name, old in fields.items() if (new := restored(old, is_own, made)) is not old}
+    changed = {name: new for name, old in fields.items() if (new := restored(old, is_own, made, read)) is not old}
     if not changed:
         return value
     out = copy.copy(value)

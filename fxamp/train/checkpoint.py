@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from passes.contract.errors import PolicyError
+from passes.contract.errors import FxampError, PolicyError, in_short
 from passes.contract.plan import Plan
 
 from ..trust.preserved import random_state, set_random_state
 from ..view.switch import switch_views
-from .scaler import Tally
+from .scaler import Tally, require_scale
 from .state import TrainState
-from .window import ByHand, Window, parameters
+from .window import ByHand, KeptMicroBatches, Window, parameters
 
 _KEYS = ("settings", "model", "beside", "optimizers", "schedulers", "ema", "scaler", "windows", "position",
          "gradients", "rng")  # fmt: skip
@@ -65,30 +67,105 @@ def course_of(step: TrainState) -> dict[str, Any]:
     }
 
 
-def load_course(step: TrainState, state: Mapping[str, Any]) -> None:
-    """Load the state that `course_of` returned, with no window open."""
-    step.close_window()
-    if step.undecided:
-        step.pending_scaler = state["scaler"]
-    else:
-        step.scaler.load_state_dict(state["scaler"])
-    for scheduler, saved in zip(step.schedulers, state["schedulers"], strict=True):
-        scheduler.load_state_dict(saved)
-    step.windows, step.aborted = state["windows"], ""
-    step.tallies = {name: Tally(state.get(name, 0)) for name in ("steps", "skipped")}
-    step.skips_in_a_row = Tally(state.get("skips_in_a_row", 0), in_a_row=True)
+def load_course(
+    step: TrainState, state: Mapping[str, Any], optimizers: Sequence[dict[str, Any]], random: Sequence[Any]
+) -> None:
+    """Load the state that `course_of` returned, and those of optimizers and random numbers, and close the window.
+
+    Args:
+        step: The step.
+        state: The state.
+        optimizers: The states of its optimizers.
+        random: States of random numbers, of which the last holds; with none they stay as they are.
+
+    Raises:
+        PolicyError: Something in it does not fit. Nothing changed.
+    """
     switches = tuple((window, policy) for window, policy in state.get("switches", ()))
     saved = state.get("switched_plan")
     plan = None if saved is None else Plan.from_json(saved)
-    if switches and (switches, plan) != (step.switches, step.switched_plan):
-        switch_views(step.model, switches[-1][1] if plan is None else plan)
+    counts = {name: state.get(name, 0) for name in ("windows", "steps", "skipped", "skips_in_a_row")}
+    for name, count in counts.items():
+        if type(count) is not int or count < 0:
+            raise PolicyError(f"the state has {count!r} where the number of its {name} should be")
+    with _restored_on_error(step):
+        for optimizer, saved in zip(step.optimizers, optimizers, strict=True):
+            optimizer.load_state_dict(saved)
+        for scheduler, saved in zip(step.schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(saved)
+        if step.undecided:
+            step.pending_scaler = state["scaler"]
+        else:
+            step.scaler.load_state_dict(state["scaler"])
+        for one in random:
+            set_random_state(one)
+        if switches and (switches, plan) != (step.switches, step.switched_plan):
+            switch_views(step.model, switches[-1][1] if plan is None else plan)
+    step.close_window()
+    step.windows, step.aborted = counts["windows"], ""
+    step.tallies = {name: Tally(counts[name]) for name in ("steps", "skipped")}
+    step.skips_in_a_row = Tally(counts["skips_in_a_row"], in_a_row=True)
     step.switches, step.switched_plan = switches, plan
     step.by_hand = ByHand()  # schedulers and gradients are those of the state now
     step.said.discard("ranks")  # compare again: other ranks may have loaded another state
 
 
+@contextlib.contextmanager
+def _restored_on_error(step: TrainState) -> Iterator[None]:
+    """Put optimizers, schedulers, scaler and random states back where a part of a state turns out not to fit."""
+    parts: list[Any] = [*step.optimizers, *step.schedulers]
+    attributes = [dict(vars(part)) for part in parts]  # what loads a state replaces them
+    schedulers, scaler = copy.deepcopy(([s.state_dict() for s in step.schedulers], step.scaler.state_dict()))
+    random, pending = random_state(), step.pending_scaler
+    try:
+        yield
+    except BaseException:
+        for part, before in zip(parts, attributes, strict=True):
+            vars(part).clear()
+            vars(part).update(before)
+        for scheduler, saved in zip(step.schedulers, schedulers, strict=True):
+            scheduler.load_state_dict(saved)  # one of several has its own in it
+        step.scaler.load_state_dict(scaler)
+        step.pending_scaler = pending
+        set_random_state(random)
+        raise
+
+
+@contextlib.contextmanager
+def _as_policy_error() -> Iterator[None]:
+    """Turn what a state of another structure raises into a PolicyError: it may hold anything in place of a number."""
+    try:
+        yield
+    except FxampError:
+        raise
+    except Exception as error:
+        raise PolicyError(f"a part of the state does not fit this step: {in_short(error)}") from error
+
+
+@_as_policy_error()
 def load(step: TrainState, state: Mapping[str, Any], allow: Sequence[str] = ()) -> None:
     """Load a state into a step, whose settings in `allow` may differ. If it does not fit, nothing changes."""
+    _refuse_another_state(step, state, allow)
+    load_course(step, state, state["optimizers"], [state["rng"]])
+    step.model.load_state_dict(state["model"])
+    with torch.no_grad():
+        for name, tensor in beside(step).items():
+            tensor.copy_(state["beside"][name])
+    for average, saved in zip(step.averages, state["ema"], strict=True):
+        average.load_state_dict(saved)
+    for p in step.model.parameters():
+        p.grad = None
+    if state["position"]:
+        step.open_window(state["given_scale"]).load(state)
+    for optimizer, gradients in zip(step.optimizers, state["gradients"], strict=True):
+        for held, gradient in zip(parameters(optimizer), gradients, strict=True):
+            held.grad = None if gradient is None else gradient.to(held.device, copy=True)
+
+
+def _refuse_another_state(step: TrainState, state: Mapping[str, Any], allow: Sequence[str]) -> None:
+    """Raise PolicyError for what is not the state of such a step."""
+    if not isinstance(state, Mapping):
+        raise PolicyError(f"not the state of a TrainStep, but a {type(state).__name__}")
     missing = sorted(set(_KEYS) - set(state))
     if missing:
         raise PolicyError(f"not the state of a TrainStep: it lacks {', '.join(missing)}")
@@ -99,23 +176,17 @@ def load(step: TrainState, state: Mapping[str, Any], allow: Sequence[str] = ()) 
             "the state was saved in the middle of a window, and an optimizer such as LBFGS runs the whole window "
             "again; micro-batches are not saved. Save at the end of a window, or call flush() first"
         )
-
-    load_course(step, state)
-    step.model.load_state_dict(state["model"])
-    with torch.no_grad():
-        for name, tensor in beside(step).items():
-            tensor.copy_(state["beside"][name])
-    parts: list[Any] = [*step.optimizers, *step.averages]
-    for part, saved in zip(parts, [*state["optimizers"], *state["ema"]], strict=True):
-        part.load_state_dict(saved)
-    for p in step.model.parameters():
-        p.grad = None
     if state["position"]:
-        step.open_window(state["given_scale"]).load(state)
-    for optimizer, gradients in zip(step.optimizers, state["gradients"], strict=True):
-        for held, gradient in zip(parameters(optimizer), gradients, strict=True):
-            held.grad = None if gradient is None else gradient.to(held.device, copy=True)
-    set_random_state(state["rng"])
+        _refuse_another_window(step, state)
+
+
+def _refuse_another_window(step: TrainState, state: Mapping[str, Any]) -> None:
+    """Raise an error for a window that could not be opened as it was saved."""
+    if state["given_scale"] is not None:
+        require_scale("the scale of the state's window", state["given_scale"])
+    window = Window(step.scaler, state["given_scale"], None if state["kept"] is None else KeptMicroBatches([]))
+    window.load(state)
+    _ = window.share  # which reads the weights
 
 
 def allowed(allow: Sequence[str], position: int) -> Sequence[str]:
@@ -152,11 +223,21 @@ def _refuse_another_model(step: TrainState, state: Mapping[str, Any]) -> None:
     for index, (optimizer, gradients) in enumerate(zip(step.optimizers, state["gradients"], strict=True)):
         held = {f"parameter {at}": p for at, p in enumerate(parameters(optimizer))}
         found = {name: p if g is None else g for (name, p), g in zip(held.items(), gradients, strict=True)}
-        _refuse_other_tensors(f"a gradient of optimizer {index}", held, found)
+        _refuse_other_tensors(f"a gradient of optimizer {index}", held, found, sparse=True)
 
 
-def _refuse_other_tensors(what: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+def _refuse_other_tensors(
+    what: str, ours: Mapping[str, Any], theirs: Mapping[str, Any], *, sparse: bool = False
+) -> None:
+    """Raise PolicyError where one tensor cannot be copied to another of the same name; some may be sparse."""
     for name in (*ours, *theirs):
-        here, there = (v.shape if isinstance(v, Tensor) else v is not None for v in (ours.get(name), theirs.get(name)))
+        here, there = (_form(values.get(name), sparse) for values in (ours, theirs))
         if here != there:
-            raise PolicyError(f"the state is that of another model: {what} differs at '{name}'")
+            raise PolicyError(f"the state is that of another model: {what} differs at {name!r}")
+
+
+def _form(value: Any, sparse: bool) -> Any:
+    """Return what two tensors have to have alike so that one can be copied to the other."""
+    if not isinstance(value, Tensor):
+        return value is not None
+    return value.shape, value.is_meta, value.is_quantized, sparse or value.layout

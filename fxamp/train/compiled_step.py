@@ -1,6 +1,7 @@
 """The compiled parts of a training step: model and loss in one graph, and what comes after backward in another.
 
-    graph 1:  low copies of weights, inputs, target -> loss       its backward is compiled with it
+    graph 1:  low copies of weights, inputs, target -> loss       its backward is compiled with it; the output only if
+              it is asked for: what is returned is stored, and autograd hands backward a tensor of zeros for it
     Python:   scale the loss, backward, count micro-batches
     graph 2:  gradients -> unscaled, checked, clipped; parameters and optimizer state -> stepped, or as they were
 
@@ -10,16 +11,17 @@ A view in the model is traced into the first graph. In a window that keeps casts
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.fx import GraphModule, Node
 
-from passes.graph.values import no_autocast
-from passes.ops import ops
+from passes._torch import pytree
+from passes.contract.errors import PolicyError
+from passes.graph.notes import is_inserted
+from passes.graph.values import LOW_DTYPES, dtypes_of, no_autocast
 
 from ..view.copies import Lifted, lift, with_copies
 from ..view.function import Entry
@@ -35,14 +37,53 @@ from .window import LossFunction, loss_of
 if TYPE_CHECKING:
     from ..measure.inductor import Counts
 
+Output = Literal["low", "full"]
+
+
+def require_output(output: object, compiles: bool) -> None:
+    """Raise PolicyError unless `output` says what a compiled step keeps of the model's output."""
+    if output is None:
+        return
+    if output not in get_args(Output):
+        raise PolicyError(f'output must be None, "low" or "full", got {output!r}')
+    if not compiles:
+        raise PolicyError(
+            f"output={output!r} says what a compiled step keeps of the model's output: leave it out, since "
+            "result.output has what the model returned, or set compile=True"
+        )
+
+
+def _loss(model: nn.Module, loss_fn: LossFunction | None, inputs: Any, target: Any) -> Tensor:
+    return loss_of(model, loss_fn, inputs, target)[0]
+
+
+def _loss_and_output(model: nn.Module, loss_fn: LossFunction | None, inputs: Any, target: Any) -> tuple[Tensor, Any]:
+    loss, output = loss_of(model, loss_fn, inputs, target)
+    return loss, pytree.tree_map_only(Tensor, _kept, output)
+
+
+def _kept(value: Tensor) -> Tensor:
+    """Return an output of the model without its gradient; in a graph this marks it."""
+    return value.detach()
+
+
+torch.compiler.allow_in_graph(_kept)
+
 
 class CompiledStep:
-    """The compiled parts of a TrainStep, with counts of their graphs: `loss` is that of model and loss."""
+    """The compiled parts of a TrainStep, with counts of their graphs: `loss` is that of model and loss.
 
-    def __init__(self, settings: CompileSettings, model: nn.Module, weights: WeightCasts) -> None:
-        self.settings = settings
+    `output` says what is kept of the model's output, detached: None for nothing, "low" for what was computed, "full"
+    for its dtypes in the model itself.
+    """
+
+    def __init__(
+        self, settings: CompileSettings, model: nn.Module, weights: WeightCasts, output: Output | None = None
+    ) -> None:
+        self.settings, self.output = settings, output
         self._model, self._weights = model, weights
-        self.loss = Region("model and loss", loss_of, settings, self._compile)
+        function = _loss if output is None else _loss_and_output
+        self.loss = Region("model and loss", function, settings, self._compile)
         self.update = CompiledUpdate(settings)
         views = [m for m in model.modules() if is_view(m)]
         # The hooks by which FSDP2 gathers break graphs: there a view runs graphs of its own.
@@ -79,13 +120,16 @@ class CompiledStep:
         """All compiled functions."""
         return self.loss, self.update.region
 
-    def loss_of(self, loss_fn: LossFunction | None, inputs: Any, target: Any) -> tuple[Tensor, Any]:
-        """Return loss and output of a micro-batch; as `fxamp.train.window.loss_of` does."""
+    def forward(self, loss_fn: LossFunction | None, inputs: Any, target: Any) -> tuple[Tensor, Any]:
+        """Return loss and output of a micro-batch, as `fxamp.train.window.loss_of` does; None for no output."""
         if self.settings.captures:
             torch.compiler.cudagraph_mark_step_begin()
         with self._inlining(inputs):
-            found: tuple[Tensor, Any] = self.loss(self._model, loss_fn, inputs, target)
-        return found
+            returned = self.loss(self._model, loss_fn, inputs, target)
+        if self.output is None:
+            return returned, None
+        _refuse_objects(returned[1])
+        return returned[0], returned[1]
 
     @contextlib.contextmanager
     def _inlining(self, inputs: Any) -> Iterator[None]:
@@ -107,15 +151,15 @@ class CompiledStep:
         """Convert the views in a graph, lift casts of weights out of it, and compile it."""
         backend = self.settings.run()
         if not self._inlined:
+            _detach_outputs(gm, as_computed=False)
             plain: Callable[..., Any] = backend(gm, inputs)
             return plain
         eager = self.settings.backend == "eager"
         convert_views(gm, inputs, self._inlined, self._entries, eager=eager)
+        _detach_outputs(gm, as_computed=self.output == "low")
         lifted, examples = list[Lifted](), list(inputs)
         if self._weights.is_open:
             gm, examples, lifted = lift(gm, inputs, sums_inside=not eager)
-        else:
-            recompute_weight_casts(gm, inputs)
         with no_autocast():
             run: Callable[..., Any] = backend(gm, examples)
         run = with_copies(run, lifted, lambda: self._weights.copies if self._weights.is_open else None)
@@ -128,16 +172,21 @@ class CompiledStep:
         return call
 
 
-def recompute_weight_casts(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Mark casts of parameters in a Dynamo graph as torch's checkpointing does, so that backward makes them again.
+def _detach_outputs(gm: GraphModule, as_computed: bool) -> None:
+    """Detach the outputs that a graph keeps, those of low values before their casts to FP32 if `as_computed`."""
+    for node in gm.graph.find_nodes(op="call_function", target=_kept):
+        node.target, cast = torch.Tensor.detach, node.args[0]
+        restored = isinstance(cast, Node) and is_inserted(cast) and cast.args[1] == torch.float32
+        if as_computed and restored and dtypes_of(cast.args[0].meta.get("val")) in LOW_DTYPES:
+            node.args = cast.args[:1]
+    gm.recompile()
 
-    AOTAutograd chooses the tensors to save for backward so that the fewest bytes move, and a low copy of a weight has
-    half the bytes of the weight. But the weight is in memory anyway, while copies of all weights take additional
-    memory. Recomputing the casts moves more bytes; where there is memory for copies, "per_step" casts once.
-    """
-    for node, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=False):
-        if isinstance(value, nn.Parameter):
-            for user in node.users:
-                if user.op.startswith("call") and ops.name(user) == "to":
-                    user.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-                    user.meta["ac_graph_id"] = 0
+
+def _refuse_objects(output: Any) -> None:
+    """Raise PolicyError where an output is more than tensors and numbers in containers that torch knows."""
+    for leaf in pytree.tree_leaves(output):
+        if not isinstance(leaf, (Tensor, int, float, complex, str, bool, type(None))):
+            raise PolicyError(
+                f"the model returns an object of class {type(leaf).__name__}, of which a compiled step cannot keep the "
+                "tensors detached: leave output= out, or return tensors in tuples, lists and mappings"
+            )

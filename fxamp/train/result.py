@@ -53,7 +53,8 @@ class StepResult:
             `update` give the loss of the last micro-batch, or NaN if there was none.
         grad_norm: The norm of the unscaled gradients before clipping, of shape (); None without `max_grad_norm`, and
             for a call that does not end a window.
-        output: What the model returned, as it was; None for a loss that was handed to `backward`.
+        output: What the model returned, as it was; of a compiled step what its `output` keeps, detached. None for a
+            loss that was handed to `backward`.
 
     Example:
         >>> result = step(x, y)

@@ -10,23 +10,26 @@ import contextlib
 import os
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from passes._torch import original_of
-from passes.contract.errors import PolicyError
+from passes.contract.errors import FxampError, PolicyError
 
-from ..trust.preserved import random_state, set_random_state
+from ..trust.preserved import random_state
 from .checkpoint import allowed, beside, course_of, load_course, refuse_other_settings
+from .files import naming, refuse_objects
+from .shards import Shards
 from .state import TrainState
 from .window import parameters
 
@@ -44,7 +47,8 @@ def save_checkpoint(step: TrainState, folder: str | os.PathLike[str], *, group: 
 
     Raises:
         PolicyError: The step is within a window, whose gradients belong to this rank only; its last window was left by
-            an error; or the folder holds a checkpoint already.
+            an error; the folder holds a checkpoint already; or an optimizer or scheduler keeps an object in its state
+            that is neither a tensor nor a plain value, which `load_checkpoint` would refuse.
 
     Example:
         >>> fxamp.save_checkpoint(step, "checkpoints/1")
@@ -71,6 +75,7 @@ def save_checkpoint(step: TrainState, folder: str | os.PathLike[str], *, group: 
     if len(random) > 1:
         dist.all_gather_object(random, random[0], group=group)
     course = {**course_of(step), "states": rest, "groups": groups, "random": random}
+    refuse_objects(course)
     with _quiet():
         save({"course": (course,), **tensors}, checkpoint_id=folder, process_group=group)
 
@@ -83,6 +88,11 @@ def load_checkpoint(
     The number of ranks and `accumulate_steps` may differ from those that were saved. With the same number of ranks the
     random number generators are restored; otherwise they stay as they are.
 
+    The folder may come from anybody: nothing in it is run. Its `.metadata`, a pickle, is read as data, and the shards
+    with `weights_only=True`: classes that you have given to `torch.serialization.add_safe_globals` are made as torch
+    makes them. All is read before anything is changed, so that memory holds the weights twice meanwhile. What ranks
+    send each other is trusted.
+
     Args:
         step: The TrainStep to load into.
         folder: A folder that all ranks can read.
@@ -90,45 +100,76 @@ def load_checkpoint(
         allow: Settings that may differ from those of the checkpoint: "policy", "max_grad_norm".
 
     Raises:
-        PolicyError: The folder holds no checkpoint of a TrainStep, or one of another model, optimizer or scaler;
-            nothing was changed.
+        PolicyError: The folder holds no checkpoint of a TrainStep, or one of another model, optimizer or scaler; or a
+            file in it, which is named, holds something else, or is damaged. Nothing was changed.
         FileNotFoundError: There is no checkpoint, or it is not complete.
 
     Example:
         >>> fxamp.save_checkpoint(step, "checkpoints/1")
         >>> fxamp.load_checkpoint(step, "checkpoints/1")
     """
-    known: dict[str, Any] = FileSystemReader(folder).read_metadata().state_dict_metadata
-    if "course" not in known:
+    shards = Shards(folder)
+    known = shards.metadata.state_dict_metadata
+    if not isinstance(known.get("course"), BytesStorageMetadata):
         raise PolicyError(f"'{os.fspath(folder)}' does not hold a checkpoint that fxamp.save_checkpoint wrote")
-    given: dict[str, Any] = {"course": ()}
+    course = shards.course()
+    with naming(folder):
+        refuse_other_settings(step, course["settings"], free=("accumulate_steps", *allowed(allow, 0)))
+        live = _tensors(step)
+        for name, tensor in live.items():
+            if tuple(_saved(known, name).size) != tuple(tensor.shape):
+                raise PolicyError(f"the checkpoint is that of another model: it differs at '{name.partition('.')[2]}'")
+        parts = {name: tensor.clone() for name, tensor in live.items()}
+        states = _states(step, known, course["states"], parts)
     with _quiet():
-        load(given, checkpoint_id=folder, process_group=group)
-    (course,) = given["course"]
-    refuse_other_settings(step, course["settings"], free=("accumulate_steps", *allowed(allow, 0)))
-    parts = _tensors(step)
-    for name, tensor in parts.items():
-        if name not in known or tuple(known[name].size) != tuple(tensor.shape):
-            raise PolicyError(f"the checkpoint is that of another model: it differs at '{name.partition('.')[2]}'")
+        _read(parts, shards, group)
+    with naming(folder):
+        optimizers = []
+        for optimizer, state, before in zip(step.optimizers, states, course["groups"], strict=True):
+            now = optimizer.state_dict()["param_groups"]
+            groups = [{**old, "params": own["params"]} for own, old in zip(now, before, strict=True)]
+            optimizers.append({"state": state, "param_groups": groups})
+        rank = dist.get_rank(group) if _count(group) > 1 else 0
+        random = [*course["random"], course["random"][rank]] if len(course["random"]) == _count(group) else []
+        load_course(step, course, optimizers, random)  # its own last: what one rank refuses, all do
+    with torch.no_grad():
+        for name, tensor in live.items():
+            tensor.copy_(parts[name])
 
-    load_course(step, course)
-    saved: dict[str, list[str]] = defaultdict(list)  # the names of the states of each parameter
+
+def _saved(known: Mapping[str, Any], name: str) -> TensorStorageMetadata:
+    """Return what is known of a tensor of the checkpoint."""
+    found = known.get(name)
+    if not isinstance(found, TensorStorageMetadata):
+        raise PolicyError(f"the checkpoint is that of another model: it differs at '{name.partition('.')[2]}'")
+    return found
+
+
+def _states(
+    step: TrainState, known: Mapping[str, Any], others: Mapping[str, Any], parts: dict[str, Tensor]
+) -> list[dict[int, dict[str, Any]]]:
+    """Return the states of each optimizer, by place of the parameter; their tensors, to be read, are added to parts."""
+    names: dict[str, list[str]] = defaultdict(list)  # of the states of each parameter
     for key in known:
-        saved[key.rpartition(".")[0]].append(key.rpartition(".")[2])
-    states: list[dict[int, dict[str, Any]]] = [{} for _ in step.optimizers]  # by place of the parameter
+        names[key.rpartition(".")[0]].append(key.rpartition(".")[2])
+    states: list[dict[int, dict[str, Any]]] = [{} for _ in step.optimizers]
     for index, place, prefix, p in _slots(step):
-        tensors = {key: _like_saved(known[f"{prefix}.{key}"], p) for key in saved[prefix]}
+        tensors = {key: _like_saved(_saved(known, f"{prefix}.{key}"), p) for key in names[prefix]}
         parts.update((f"{prefix}.{key}", tensor) for key, tensor in tensors.items())
-        if kept := {**course["states"].get(prefix, {}), **tensors}:
-            states[index][place] = kept
-    with _quiet():
-        load(parts, checkpoint_id=folder, process_group=group)
-    for optimizer, found, before in zip(step.optimizers, states, course["groups"], strict=True):
-        now = optimizer.state_dict()["param_groups"]
-        groups = [{**old, "params": own["params"]} for own, old in zip(now, before, strict=True)]
-        optimizer.load_state_dict({"state": found, "param_groups": groups})
-    if len(course["random"]) == _count(group):
-        set_random_state(course["random"][dist.get_rank(group) if _count(group) > 1 else 0])
+        if state := {**others.get(prefix, {}), **tensors}:
+            states[index][place] = state
+    return states
+
+
+def _read(parts: dict[str, Any], shards: Shards, group: Any) -> None:
+    """Read tensors, on all ranks together: what one of them refuses, none loads."""
+    try:
+        load(parts, storage_reader=shards, process_group=group)
+    except CheckpointException as error:  # which is no Exception
+        first, _ = next(iter(error.failures.values()))
+        if isinstance(first, (FxampError, OSError)) or not isinstance(first, Exception):
+            raise first from error
+        raise PolicyError(f"'{shards.folder}' cannot be loaded: {first}") from error
 
 
 def _tensors(step: TrainState) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ from ..capture import compiled
 from ..trust.census.census import CallCensus
 from ..view.view import is_view
 from . import given
-from .compiled_step import CompiledStep
+from .compiled_step import CompiledStep, require_output
 from .compiler import model_to_compile, settings_of
 from .ranks.ranks import Ranks
 from .ranks.refused import refuse_differences, refuse_unfit_model, refuse_unfit_ranks
@@ -70,6 +70,7 @@ class TrainState:
         on_collapse: Literal["raise", "recolour"] = "raise",
         compile: bool | str | Mapping[str, Any] = False,
         cuda_graph: bool = False,
+        output: Literal["low", "full"] | None = None,
     ) -> None:
         if on_overflow not in ("skip_window", "skip_microbatch"):
             raise PolicyError(f'on_overflow must be "skip_window" or "skip_microbatch", got {on_overflow!r}')
@@ -93,6 +94,7 @@ class TrainState:
         self.schedulers = given.schedulers_of(scheduler, self.optimizers)
         self.averages = given.averages_of(ema, model)
         settings = settings_of(compile, cuda_graph)
+        require_output(output, settings is not None)
         given.refuse_company(
             self.optimizers,
             {
@@ -110,7 +112,7 @@ class TrainState:
         if weights == "auto" and settings is not None and self.ranks.replicated > 1:
             weights = "per_use"
         self.weights = WeightCasts(model, weights, accumulate_steps)
-        self.compiled = None if settings is None else CompiledStep(settings, model, self.weights)
+        self.compiled = None if settings is None else CompiledStep(settings, model, self.weights, output)
         self.low_dtype = given.low_dtype_of(model)
         self.scaler = given.scaler_of(scaler, self.low_dtype)
         self.scaler.name_parameters(model.named_parameters())

@@ -31,7 +31,8 @@ from . import checkpoint, given
 from .collapse import first_overflow, recolour
 from .compiled_step import CompiledStep
 from .describe import reasons_to_wait
-from .ranks.ranks import exchange
+from .files import naming, weights_in
+from .ranks.ranks import exchange, is_spread
 from .result import HostFlag, StepResult
 from .scaler import Tally, collapsed
 from .state import TrainState
@@ -79,7 +80,7 @@ class TrainStep(TrainState):
         scheduler: One or several, each for one of the optimizers. A scheduler steps when its optimizer has stepped.
         ema: One `torch.optim.swa_utils.AveragedModel` of the model or several, updated when a step was taken.
         weights: "per_step" casts each weight that a view reads in 16 bits once a window, and keeps the copy, whose
-            memory stays from window to window. "per_use" casts at every call, and with `compile` in backward too.
+            memory stays from window to window. "per_use" casts at every call.
             Gradients are the same, bit for bit. A weight that is written to, moved or replaced is cast again; an edit
             through `.data` takes effect in the next window. Only one window at a time is open over a view. "auto" is
             "per_step" if the forwards of a window would cast a weight more than once, else "per_use". With `compile`
@@ -106,6 +107,9 @@ class TrainStep(TrainState):
             backend, or a mapping of `torch.compile`'s backend, mode, options, dynamic and fullgraph. Backend "fxamp"
             converts the model, which must not be converted yet. `compiled` counts graphs, breaks, recompiles and
             uncompiled functions, and `compiled.counts` kernels, casts among them, and bytes.
+        output: What a compiled step keeps of the model's output, detached: None for nothing; "low" for what was
+            computed, in 16 bits where it was; "full" for the dtypes of the model itself. What is kept is stored, which
+            large logits are worth only where something reads them. Uncompiled, `result.output` has the output.
         cuda_graph: True lets Inductor capture CUDA graphs. Gradients are then zeroed in place after a window, and a
             gradient that a window does not compute is zero, not None. Without CUDA it does nothing.
 
@@ -191,7 +195,7 @@ class TrainStep(TrainState):
                     if self.compiled is None:
                         loss, output = loss_of(self.model, self.loss_fn, inputs, target)
                     else:
-                        loss, output = self.compiled.loss_of(self.loss_fn, inputs, target)
+                        loss, output = self.compiled.forward(self.loss_fn, inputs, target)
                 refuse_constant(loss, self.optimizers)
                 self._backward(window, loss, weight, (inputs, target))
         if window.position < self.accumulate_steps:
@@ -312,7 +316,7 @@ class TrainStep(TrainState):
         self.close_window()
         policy = switch_views(self.model, policy_or_plan)
         if self.compiled is not None:
-            self.compiled = CompiledStep(self.compiled.settings, self.model, self.weights)
+            self.compiled = CompiledStep(self.compiled.settings, self.model, self.weights, self.compiled.output)
         self.switched_plan = policy_or_plan if isinstance(policy_or_plan, Plan) else None
         self.switches = (*self.switches, (self.windows, str(policy)))
         self.said.discard("ranks")
@@ -361,25 +365,42 @@ class TrainStep(TrainState):
             torch.save(self.state_dict(), file)
 
     def load(self, path: str | os.PathLike[str], *, allow: Sequence[str] = ()) -> None:
-        """Load a state that `save` wrote; arguments and errors are those of `load_state_dict`.
+        """Load a state that `save` wrote. The file may come from anybody: nothing in it is run.
+
+        It is read with `weights_only=True`, whatever the environment asks torch for. Classes that you have given to
+        `torch.serialization.add_safe_globals` are made as torch makes them. For a sharded model the file holds
+        DTensors, whose classes torch allows, and with them it may make ranks communicate: read what you do not trust by
+        `fxamp.load_checkpoint` then.
+
+        Args:
+            path: The file.
+            allow: As in `load_state_dict`.
+
+        Raises:
+            PolicyError: The file holds something other than tensors and plain values, or is damaged; or as in
+                `load_state_dict`. It names the file. Nothing changed.
+            OSError: The file cannot be opened.
 
         Example:
             >>> step.save("step.pt")
             >>> step.load("step.pt", allow=["max_grad_norm"])
         """
-        self.load_state_dict(torch.load(path, map_location="cpu"), allow=allow)
+        state = weights_in(path, sharded=any(map(is_spread, self.model.parameters())))
+        with naming(path):
+            self.load_state_dict(state, allow=allow)
 
     def __getstate__(self) -> dict[str, Any]:
         if self.position:
             raise PolicyError("a TrainStep cannot be copied within a window: call flush() first, or save state_dict()")
-        settings = None if self.compiled is None else self.compiled.settings
-        return {**self.__dict__, "weights": self.weights.asked, "compiled": settings, "opened": None}
+        compiled = None if self.compiled is None else (self.compiled.settings, self.compiled.output)
+        return {**self.__dict__, "weights": self.weights.asked, "compiled": compiled, "opened": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.weights = WeightCasts(self.model, state["weights"], self.accumulate_steps)
-        settings = state["compiled"]
-        self.compiled = None if settings is None else CompiledStep(settings, self.model, self.weights)
+        if state["compiled"] is not None:
+            settings, output = state["compiled"]
+            self.compiled = CompiledStep(settings, self.model, self.weights, output)
         self.scaler.name_parameters(self.model.named_parameters())
 
     @contextlib.contextmanager

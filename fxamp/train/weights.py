@@ -12,7 +12,7 @@ from torch import nn
 from passes._torch import compiled_call, original_of
 from passes.contract.errors import PolicyError
 
-from ..view.copies import Copies, is_plain
+from ..view.copies import Copies
 from ..view.frozen import weights_of
 from ..view.view import is_view, runner_of
 from .ranks.ranks import is_sharded
@@ -39,8 +39,7 @@ class WeightCasts:
         model: The model as a TrainStep calls it: a view, or with views inside.
         mode: What was asked for. "auto" is "per_step" where a weight would be cast more than once a window. Where each
             is cast once, both modes have the same casts, bytes and ops in eager mode, and their times differed by no
-            more than their spread. Compiled, "per_use" is faster by a twentieth and has the lower peak
-            (reports/compiled_step.md), though backward casts again.
+            more than their spread.
         accumulate_steps: Micro-batches in a window.
 
     Attributes:
@@ -146,7 +145,7 @@ class WeightCasts:
                 for name, what in weights_of(entry):
                     weight = named.get(name)
                     whole = ".".join(filter(None, (path, name)))
-                    if is_plain(weight):
+                    if type(weight) is nn.Parameter:
                         kept[whole] = None
                         a_graph[id(weight), what.dtype] += 1
                     elif weight is not None:

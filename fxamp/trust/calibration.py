@@ -14,13 +14,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import msgspec
 import torch
 from tabulate import tabulate
 from torch import Tensor, nn
 
-from passes.contract.errors import PlanError
+from passes.contract.errors import PlanError, in_short
 from passes.contract.plan import Plan
-from passes.contract.plan_format import strictly, write_text
+from passes.contract.plan_format import LONGEST, strictly, write_text
 from passes.contract.policy import Policy
 
 LARGEST = float(torch.finfo(torch.float16).max)  # 65504
@@ -151,14 +152,9 @@ class Calibration:
         try:
             if data.pop("version") != _VERSION:
                 raise PlanError(f"{name}: another version of fxamp wrote it; {_AGAIN}")
-            for key in ("values", "gradients"):
-                data[key] = {at: Range(**held) for at, held in data[key].items()}
-            data["readers"] = {at: tuple(held) for at, held in data["readers"].items()}
-            return cls(**data)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            if isinstance(error, PlanError):
-                raise
-            raise PlanError(f"{name}: JSON, but not a calibration; {_AGAIN}") from error
+            return msgspec.convert(data, cls)
+        except (AttributeError, KeyError, TypeError, msgspec.ValidationError) as error:
+            raise PlanError(f"{name}: JSON, but not a calibration ({in_short(error)}); {_AGAIN}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it to a file, atomically.
@@ -187,7 +183,8 @@ class Calibration:
             >>> again = fxamp.convert(model, (x,), policy="O1,dtype=fp16", calibration=found)
         """
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            with Path(path).open(encoding="utf-8") as file:
+                text = file.read(LONGEST + 1)  # no more: a device file may never end
         except (OSError, ValueError) as error:
             raise PlanError(f"cannot read the calibration {os.fspath(path)!r}: {error}; {_AGAIN}") from error
         return cls.from_json(text, name=os.fspath(path))

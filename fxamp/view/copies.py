@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from passes._torch import SET_GRAD, FakeTensor, copy_together, mark_static_address, of_fixed_sizes, run_as_soon_as_ready
+from passes._torch import SET_GRAD, copy_together, mark_static_address, of_fixed_sizes, run_as_soon_as_ready
 from passes.contract.errors import CaptureError
 from passes.graph.aliases import Aliases, mutated_operands
 from passes.graph.notes import is_inserted
@@ -243,11 +243,6 @@ def _with_gradients(graph: Graph) -> set[Node]:
     return found
 
 
-def is_plain(value: object) -> bool:
-    """Say whether a value is a parameter that is a tensor by itself, not a class whose calls gather or exchange it."""
-    return type(value) is nn.Parameter or (isinstance(value, nn.Parameter) and isinstance(value, FakeTensor))
-
-
 def lift(
     gm: GraphModule, inputs: Sequence[Any], *, sums_inside: bool = False
 ) -> tuple[GraphModule, list[Any], list[Lifted]]:
@@ -256,7 +251,7 @@ def lift(
     graph.output(graph.graph_copy(gm.graph, {}))
     examples, lifted = list(inputs), list[Lifted]()
     places = [n for n in graph.nodes if n.op == "placeholder"]
-    kept = {i: v for i, v in enumerate(inputs) if is_plain(v)}
+    kept = {i: v for i, v in enumerate(inputs) if type(v) is nn.Parameter}
     for node, what in list(weight_casts(graph, kept, sums_inside=sums_inside)):
         with graph.inserting_after(places[-1]):
             new = graph.placeholder(f"low_{what.place}_{len(lifted)}")

@@ -16,13 +16,13 @@ import time
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from passes._torch import (
     LIMIT_IS_ARGUMENT,
@@ -39,6 +39,8 @@ from passes._torch import (
     pytree,
     source_name,
 )
+from passes.graph.outputs import viewed
+from passes.graph.values import LOW_DTYPES
 
 from ..capture.backend import inner_of, recompute_as_written, rewrite, run_by
 from ..capture.call import Call, current, regions_entered
@@ -188,7 +190,8 @@ class Function:
             runner.entries.append(Entry(number, converted, captured, named, constants, state, seconds, kept))
         if hooks := _global_hooks():
             self.stale = lambda: _global_hooks() != hooks
-        run = _numbered(run, captured, number, kept, self.runner)
+        crossing = _Crossing(_read_inputs(converted.graph.graph, example_inputs), converted.read)
+        run = _numbered(run, captured, number, kept, self.runner, crossing)
         return at_call(run, converted, example_inputs, outputs, partial(_reused, self.runner, number))
 
     def _enter_region(self, gm: GraphModule, runner: Runner, deeper: int) -> bool:
@@ -226,10 +229,18 @@ def function_of(
     # Under torch.vmap a trace has FP32 where autocast makes low values; O2 casts what half complex numbers are made of.
     dtypes = (low, torch.float32, torch.complex64, torch.complex32)
     mark = torch.compiler.allow_in_graph(leave) if runner.restores else None
-    autocast, tree_map, whole = torch.autocast, pytree.tree_map, is_whole
+    autocast, tree_map, tree_leaves, whole = torch.autocast, pytree.tree_map, pytree.tree_leaves, is_whole
 
     def marked(value: Any) -> Any:
-        return mark(value) if mark is not None and isinstance(value, Tensor) and value.dtype in dtypes else value
+        if isinstance(value, Tensor):
+            return mark(value) if mark is not None and value.dtype in dtypes else value
+        fields = value.__dict__ if is_dataclass(value) and hasattr(value, "__dict__") else {}
+        if isinstance(value, type) or not any(v.dtype == low for v in tree_leaves(fields) if isinstance(v, Tensor)):
+            return value
+        result = object.__new__(type(value))
+        for name, field in fields.items():
+            object.__setattr__(result, name, tree_map(marked, field, is_leaf=whole))  # a frozen class has no other way
+        return result
 
     def rounded(model: Any, /, *args: Any, **kwargs: Any) -> Any:
         with autocast(device, dtype=low, **region):
@@ -290,10 +301,44 @@ def _reused(runner_of: weakref.ref[Runner], number: int, converted: Converted, i
         runner.entries[number] = entry
 
 
+class _Crossing(NamedTuple):
+    """The values at the border of a graph from which others are computed, and which a caller may be handed.
+
+    Attributes:
+        inputs: The places of inputs with gradients: an earlier graph of the call may have made them.
+        outputs: The places of outputs from which other outputs are computed.
+    """
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    def note(self, call: Call, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """Note for a call which low values something was computed from in a run of the graph."""
+        for value in (*(inputs[i] for i in self.inputs), *(outputs[i] for i in self.outputs)):
+            if value.dtype in LOW_DTYPES and value.requires_grad:
+                call.read[id(value)] = value
+
+
+def _read_inputs(graph: Graph, inputs: Sequence[Any]) -> tuple[int, ...]:
+    """Return the places of the inputs with gradients, parameters aside, from which a graph computes something."""
+    values = zip(graph.find_nodes(op="placeholder"), inputs, strict=False)
+    return tuple(
+        i for i, (node, value) in enumerate(values)
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.requires_grad and _is_read(node)
+    )  # fmt: skip
+
+
+def _is_read(value: Node) -> bool:
+    """Say whether something is computed from a value; a view of it is no more than that."""
+    return any(u.op.startswith("call") and (viewed(u) is None or _is_read(u)) for u in value.users)
+
+
 def _numbered(
-    run: Callable[..., Any], captured: GraphModule, number: int, kept: Kept | None, runner_of: weakref.ref[Runner]
-) -> Callable[..., Any]:
+    run: Callable[..., Any], captured: GraphModule, number: int, kept: Kept | None, runner_of: weakref.ref[Runner],
+    crossing: _Crossing,
+) -> Callable[..., Any]:  # fmt: skip
     """Return a compiled graph that says to the call under way that it ran, and does what that call is for."""
+    crosses = any(crossing)
 
     def call(*args: Any) -> Any:
         under_way = current()
@@ -313,6 +358,8 @@ def _numbered(
             outputs = run(*args)
         if kept is not None:
             kept(args, outputs)
+        if crosses:
+            crossing.note(under_way, args, outputs)
         return outputs
 
     return call

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node, map_arg
 
-from passes._torch import enter_autocast, exit_autocast, source_name
+from passes._torch import enter_autocast, exit_autocast, is_number_input, source_name
 from passes.contract.errors import CaptureError
 from passes.contract.plan import Plan, joined
 from passes.contract.policy import Policy
@@ -243,10 +243,14 @@ class _Binding:
             elif isinstance(value, torch.SymInt):
                 late.append((node, value))
             elif constant is not None:
-                late.append((node, constant))  # a number of the model, which dynamic=True makes an input
+                late.append((node, constant))  # a number of the model, which Dynamo makes an input where it varies
             else:
                 self.env[node] = made = self.graph.placeholder(self._name(node))
                 made.meta = dict(node.meta)
+                if is_number_input(node):  # a caller gives the number itself
+                    items = [user for user in node.users if user.target == "item"]
+                    self.env |= dict.fromkeys(items, made)
+                    made.meta |= {k: v for n in items for k, v in n.meta.items() if k in ("val", "example_value")}
                 for at, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
                     self.sizes.setdefault(str(size), (made, at))
         return late

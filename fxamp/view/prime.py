@@ -149,11 +149,15 @@ def _refuse_unfit(runner: Runner, plan: Plan) -> None:
 
 @dataclass(frozen=True)
 class _Run:
-    """What one run gave: output leaves, buffers, and gradients, None where they are not compared."""
+    """What one run gave: output leaves, buffers, and gradients, None where they are not compared.
+
+    `read` has the pairs of outputs of which autograd knows that the second was computed from the first.
+    """
 
     outputs: list[Any]
     buffers: dict[str, Tensor]
     gradients: dict[str, Tensor | None] | None
+    read: frozenset[tuple[int, int]] = frozenset()
 
 
 def _written(entries: Sequence[Entry]) -> frozenset[str]:
@@ -220,8 +224,24 @@ def _run(
         raise _NoTwinError("there is not enough memory to run it beside itself") from e
     finally:
         begin(before)
-    leaves = [t.detach() if isinstance(t, Tensor) else t for t in pytree.tree_leaves(outputs)]
-    return _Run(leaves, dict(twin.named_buffers()), gradients)
+    leaves = pytree.tree_leaves(outputs)
+    values = [t.detach() if isinstance(t, Tensor) else t for t in leaves]
+    return _Run(values, dict(twin.named_buffers()), gradients, _read(leaves))
+
+
+def _read(leaves: Sequence[Any]) -> frozenset[tuple[int, int]]:
+    """Return the pairs of output leaves of which the second was computed from the first, by autograd's graph."""
+    made = {i: t.grad_fn for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.grad_fn is not None}
+    pairs = set[tuple[int, int]]()
+    for at, function in made.items():
+        others = {i for i, other in made.items() if other is not function}
+        seen, left = {function}, [function]
+        while left and others:
+            nexts = {n for n, _ in left.pop().next_functions if n is not None} - seen
+            seen |= nexts
+            left += nexts
+        pairs.update((i, at) for i in others if made[i] in seen)
+    return frozenset(pairs)
 
 
 def _called(runner: Runner, twin: nn.Module, args: Any, kwargs: Any, compiled: bool) -> Any:
@@ -297,6 +317,9 @@ def _difference(expected: _Run, got: _Run) -> str:
     for i, (a, b) in enumerate(zip(expected.outputs, got.outputs, strict=True)):
         if isinstance(a, Tensor) and not (isinstance(b, Tensor) and same(_wide(a), _wide(b))):
             return f"output {i} differs by {_relative(a, b)}"
+    if expected.read != got.read:
+        first, second = min(expected.read ^ got.read)
+        return f"a gradient of output {second} by output {first} is there in only one of them"
     for name, buffer in expected.buffers.items():
         if name not in got.buffers or not same(buffer, got.buffers[name]):
             return f"buffer '{name}' has other values afterwards"

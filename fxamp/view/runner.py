@@ -412,7 +412,11 @@ class Runner:
         leaves = () if isinstance(outputs, (Tensor, dict)) else pytree.tree_leaves(outputs, is_leaf=is_whole)
         if alone and not any(map(is_dataclass, leaves)):
             return outputs
-        return restored(outputs, low_of_its_own(call.model, (call.args, call.kwargs), self.low))
+        own, made = low_of_its_own(call.model, (call.args, call.kwargs), self.low), dict[int, Any]()
+        outputs = restored(outputs, own, made, call.read)
+        if not made.keys().isdisjoint(call.read):
+            self.note(_READ)
+        return outputs
 
     def _look(self, function: Function, ran: list[int]) -> None:
         """Say that a call did not run the plan, or not all of it; heal code that Dynamo gave up, once a cause."""
@@ -512,14 +516,36 @@ class Runner:
             return
         for record in compile_records()[-(len(self.entries) - first) :]:
             if reason := _shortened(str(getattr(record, "recompile_reason", None) or "")):
-                cause = re.sub(r"\d+", "N", reason)
-                self._causes[cause] += 1
-                level = logging.WARNING if self._causes[cause] == 2 else logging.INFO
-                logger.log(level, "fxamp: %s was captured again: %s", name, reason)
+                self._say_again(reason)
+
+    def _say_again(self, reason: str) -> None:
+        """Log why Dynamo captured again: a warning at the second time of a cause, and at the eighth graph of a number.
+
+        Numbers vary at each step, as what is annealed; of some, as the `p` of a dropout, torch makes a constant.
+        """
+        number = _NUMBER.match(reason)
+        cause = number[1] if number else re.sub(r"\d+", "N", reason)
+        self._causes[cause] += 1
+        name, level = type(self.model).__name__, logging.INFO
+        if number and self._causes[cause] == _EIGHTH - 1:
+            logger.warning(
+                "fxamp: %s is captured at each value of %s, of which torch makes a constant: this is graph %d. Change "
+                "it seldom, or compute with a tensor in its place.", name, _MODULE.sub(r".\1", cause), _EIGHTH,
+            )  # fmt: skip
+        elif not number and self._causes[cause] == 2:
+            level = logging.WARNING
+        logger.log(level, "fxamp: %s was captured again: %s", name, reason)
 
 
+_NUMBER = re.compile(r"(\S+) == -?\d+(?:\.\d+(?:e[-+]?\d+)?|e[-+]?\d+)(?:\s|$)")  # the guard of a float
+_MODULE = re.compile(r"\._modules\['(\w+)'\]")
+_EIGHTH = 8  # the graph of one number at which a warning names it
 _OF_DTYPES = re.compile(r"dtype|BFloat16|Half\b|scalar type", re.IGNORECASE)  # in the text of an error
 RUN = Runner._called.__code__  # the frame in which the model is called
+_READ = (
+    f"{Code.OUTPUT.value}: an output that another one is computed from, with a graph break between the two, is handed "
+    "out in 16 bits, as it was read, where it has a gradient"
+)
 _NO_CONTEXT: Any = contextlib.nullcontext()
 _UNKNOWN = "Dynamo left it to Python"
 _NOTHING = "no op was captured"

@@ -23,11 +23,12 @@ from ..contract.errors import PlanError, PolicyError
 from ..contract.plan import Decision, Plan
 from ..contract.plan_format import REMEDY
 from ..contract.policy import Policy, dtype_name
-from ..contract.reasons import Code
+from ..contract.reasons import DEVIATIONS, Code
 from ..form import Assignment, Colouring, Colours, Ensures, Unit
 from ..graph.aliases import Aliases
 from ..graph.grad import is_leaf, requires_grad
 from ..graph.notes import note_of
+from ..graph.outputs import Outputs, views_of
 from ..graph.values import (
     Dtypes,
     Inference,
@@ -95,11 +96,12 @@ class AssignPrecision:
         colours, dtypes = choose_storage(simulation, plan, self.timer if measures else None, self.penalties)
         colours = _named(simulation, saturate(simulation, colours, dtypes))
         reference: Any = simulation.reference
-        return Assignment(
+        assignment = Assignment(
             colours, dtypes, original, simulation.returned(), simulation.infer,
             (*_disagreements(graph, reference), *_false_claims(simulation)), simulation.bodies,
             {n: c.dtype for n, c in reference.colours.items()},
         )  # fmt: skip
+        return replace(assignment, colours=_outputs_named(graph, assignment))
 
 
 def _simulation(unit: Unit, policy: Policy, original: Dtypes) -> Simulation:
@@ -164,6 +166,18 @@ def _named(simulation: Simulation, colours: Colours) -> Colours:
         if why is not colouring.reason or ranges:
             named[node] = replace(colouring, reason=why, ranges=ranges)
     return named
+
+
+def _outputs_named(graph: Graph, assignment: Assignment) -> Colours:
+    """Return the decisions with those named that make an output that other outputs are computed from."""
+    colours = dict(assignment.colours)
+    read = Outputs(graph, assignment.widened).readers if assignment.widened else {}
+    for value in (n for n, readers in read.items() if readers):
+        node = next((n for n in (value, *views_of(value)) if n in colours), None)  # an item or a view may have none
+        if node is not None and (why := colours[node].reason).code not in DEVIATIONS:
+            why = Code.OUTPUT(f"it is handed out in FP32 as the tensor that is read ({why})")
+            colours[node] = replace(colours[node], reason=why)
+    return colours
 
 
 def _decisions(unit: Unit, assignment: Assignment) -> tuple[Decision, ...]:

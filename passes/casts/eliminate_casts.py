@@ -1,9 +1,11 @@
 """Pass 4: drop or share inserted casts that change no value.
 
-There are seven rewrites. All are exact in forward, and all but `share` in backward too. User casts stay as they are:
+There are eight rewrites. All are exact in forward, and all but `read` and `share` in backward too. User casts stay as
+they are:
 
     no_op           to(x: bf16, bf16)                  ->  x
     round_trip      to(to(x: bf16, f32), bf16)         ->  x          (widening and back; never narrowing and back)
+    read            a = to(x: bf16, f32); to(to(a, bf16), f32)  ->  a    (an output that is read)
     share           a = to(x, bf16); b = to(x, bf16)   ->  b = a      (same grad mode, no write in between)
     author          to(to(x: f32, bf16), bf16)         ->  to(x, bf16)   (the second one is the author's)
     promote         add(to(x: bf16, f32), y: f32)      ->  add(x, y)  (the kernel promotes)
@@ -28,7 +30,7 @@ from torch.fx import Graph, Node
 from ..form import Assignment, Ensures, Unit
 from ..graph.aliases import Aliases, may_alias
 from ..graph.grad import grad_modes, requires_grad, shares_cast, shares_storage
-from ..graph.notes import CLAMP_OPERAND, is_inserted, note, note_of
+from ..graph.notes import CLAMP_OPERAND, READ_OUTPUT, is_inserted, note, note_of
 from ..graph.values import LOW_DTYPES, literal_dtype
 from ..ops import ops
 from ..ops.facts import absorbs_cast
@@ -62,6 +64,7 @@ class EliminateCasts:
         return {
             "no_op": _no_op(graph, assignment),
             "round_trip": _round_trip(graph, assignment),
+            "read": _read(graph, self.share),
             "share": _share(graph, assignment, self.share),
             "author": _author(graph),
             "promote": _promote(graph, assignment),
@@ -76,11 +79,11 @@ def _no_op(graph: Graph, assignment: Assignment) -> int:
 
 
 def _round_trip(graph: Graph, assignment: Assignment) -> int:
-    """Drop two casts, which make a copy, unless it is needed: if x is written, or if the copy leaves the graph."""
+    """Drop two casts, which make a copy, unless it is needed: if x is written, or if a copy leaves the graph."""
     edits, aliases = 0, functools.cache(lambda: Aliases(graph))  # slow to compute, and seldom needed
     for cast in _inserted(graph):
         middle: Any = cast.args[0]
-        if not is_inserted(middle):
+        if not is_inserted(middle) or note_of(cast).made_by == READ_OUTPUT:
             continue
         value = middle.args[0]
         if assignment.dtypes[value] != cast.args[1] or not _widens(cast.args[1], middle.args[1]):
@@ -90,6 +93,19 @@ def _round_trip(graph: Graph, assignment: Assignment) -> int:
         edits += _replace(graph, cast, value)
         if not middle.users:
             graph.erase_node(middle)
+    return edits
+
+
+def _read(graph: Graph, mode: str) -> int:
+    """Let what reads an output in FP32 read what is handed out, where the gradients of readers may be summed so."""
+    grad, edits = requires_grad(graph), 0
+    for back in [n for n in graph.nodes if note_of(n).made_by == READ_OUTPUT]:
+        wide: Any = back.args[0]
+        casts = [c for c in back.users if is_inserted(c) and c.args[1] == torch.float32]
+        for cast in (c for c in casts if shares_cast(mode, back, c, False, grad)):
+            edits += _replace(graph, cast, wide)
+        if not back.users:
+            graph.erase_node(back)
     return edits
 
 

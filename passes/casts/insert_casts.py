@@ -15,16 +15,17 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
-from .._torch import pytree
 from ..form import Assignment, Colouring, Ensures, Unit
 from ..graph.aliases import Aliases
-from ..graph.notes import CAST_OPERAND, CLAMP_OPERAND, RESTORE_OUTPUT, note, origin
-from ..graph.values import dtype_owner, is_floating, recast
+from ..graph.notes import CLAMP_OPERAND, note, origin
+from ..graph.values import dtype_owner
 from ..ops import ops
 from ..ops.rules import row_of
-from ..runtime.casts import CAST, cast_floating, cast_weight
+from ..runtime.casts import CAST, cast_weight
+from .cast import make_cast
+from .restore_outputs import restore_outputs
 
-CAST_REWRITES = ("operand", "output")  # the rewrites that insert a cast
+CAST_REWRITES = ("operand", "output", "read")  # the rewrites that insert a cast
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class InsertCasts:
     def __call__(self, unit: Unit) -> dict[str, int]:
         """Insert a cast before every use that needs another dtype, in place."""
         graph, assignment = unit.graph, unit.decided
-        edits = dict.fromkeys(["operand", "output", "clamp", "argument", "assertion"], 0)
+        edits = dict.fromkeys(["operand", "clamp", "argument"], 0)
         aliases = Aliases(graph) if any(c.clamped for c in assignment.colours.values()) else None
         for node in list(graph.nodes):
             colouring = assignment.colours.get(node)
@@ -46,7 +47,7 @@ class InsertCasts:
                     edits["clamp"] += _clamp_operands(graph, node, colouring, assignment, aliases)
                 edits["argument"] += _rewrite_arguments(node, colouring)  # first: what it drops needs no cast
                 edits["operand"] += _cast_operands(graph, node, colouring, assignment)
-        edits["output"] = _restore_outputs(graph, assignment)
+        edits |= restore_outputs(graph, assignment)
         edits["assertion"] = loosen_assertions(graph, lambda n: assignment.dtypes.get(n) != assignment.original.get(n))
         return edits
 
@@ -120,22 +121,6 @@ def _folds_by_grad(node: Node) -> bool:
         return True
 
 
-def make_cast(
-    graph: Graph, value: Node, dtype: torch.dtype, reader: Node, assignment: Assignment, rule: str = CAST_OPERAND
-) -> Node:
-    """Insert a cast of a value just before its reader."""
-    before = assignment.dtypes[value]
-    with graph.inserting_before(reader):
-        cast = graph.call_function(cast_floating if isinstance(before, tuple) else CAST, (value, dtype))
-    cast.meta = origin(reader)
-    note(cast, made_by=rule)
-    if "val" in value.meta:
-        cast.meta["val"] = value.meta["val"]
-    assignment.dtypes[cast] = recast(before, dtype) if isinstance(before, tuple) else dtype
-    assignment.original[cast] = assignment.original[value]
-    return cast
-
-
 def _rewrite_arguments(node: Node, colouring: Colouring) -> int:
     """Before: x.to(float32), a relative cast; masked_fill(x, m, -3.4e38). After: in the dtype that the node runs in."""
     low = colouring.set_dtype
@@ -144,7 +129,7 @@ def _rewrite_arguments(node: Node, colouring: Colouring) -> int:
     ):
         node.op, node.target, node.args, node.kwargs = "call_function", CAST, (node.args[0], low), {}  # for x.float()
     for old, new in colouring.literals:
-        _replace(node, lambda a, old=old, new=new: new if isinstance(a, float) and a == old else a)
+        _replace(node, lambda a, old=old, new=new: new if isinstance(a, (float, Node)) and a == old else a)
     return (low is not None) + len(colouring.literals)
 
 
@@ -154,22 +139,6 @@ def _replace(node: Node, change: Any) -> bool:
     changed = (args, kwargs) != (node.args, node.kwargs)
     node.args, node.kwargs = args, kwargs
     return changed
-
-
-def _restore_outputs(graph: Graph, assignment: Assignment) -> int:
-    """Before: return y: bfloat16. After: return to(y, float32), as the model does; one cast for each value."""
-    output = graph.output_node()
-    casts: dict[Node, Node] = {}
-    for value in output.all_input_nodes:
-        dtype, returned = assignment.dtypes.get(value), assignment.returned.get(value)
-        floats = {d for d in pytree.tree_leaves(returned, is_leaf=lambda d: d is None) if is_floating(d)}
-        target = floats.pop() if len(floats) == 1 and is_floating(dtype) else None
-        if dtype == torch.complex64 and returned == torch.complex32:  # FP16 numbers, which autocast casts up
-            casts[value] = make_cast(graph, value, torch.complex32, output, assignment, RESTORE_OUTPUT)
-        elif target is not None and recast(dtype, target) != dtype:
-            casts[value] = make_cast(graph, value, target, output, assignment, RESTORE_OUTPUT)
-    output.args = torch.fx.map_arg(output.args, lambda n: casts.get(n, n))
-    return len(casts)
 
 
 def loosen_assertions(graph: Graph, recoloured: Callable[[Node], bool]) -> int:

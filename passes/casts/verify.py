@@ -20,7 +20,7 @@ from ..contract.errors import VerificationError
 from ..form import AS_AUTOCAST, Assignment
 from ..graph.aliases import Aliases, may_alias, may_write, shared_operands
 from ..graph.grad import grad_modes
-from ..graph.notes import is_inserted, note_of
+from ..graph.notes import CAST_OPERAND, is_inserted, note_of
 from ..graph.values import (
     ELIGIBLE,
     LOW_DTYPES,
@@ -235,10 +235,14 @@ def _cast_statistics(emitted: Emitted, node: Node) -> Node | None:
 
 
 def _other_grad_mode(emitted: Emitted, node: Node) -> Node | None:
-    """Illegal: a cast made under no_grad whose result is read with gradients on."""
+    """Illegal: a cast made under no_grad whose result is read with gradients on.
+
+    An output that is read is cast where gradients are on: the caller's mode there is no other than that of a region.
+    """
     modes = emitted.grad_modes  # beside them the transforms of torch.func, whose end reads what was cast inside
     inserted = (n for n in node.all_input_nodes if is_inserted(n) and node.op != "output")
-    return _first(n for n in inserted if modes[n][0] != modes[node][0])
+    others = (n for n in inserted if modes[n][0] != modes[node][0])
+    return _first(n for n in others if note_of(n).made_by == CAST_OPERAND or False in (modes[n][0], modes[node][0]))
 
 
 def _no_float(emitted: Emitted, node: Node) -> Node | None:

@@ -51,11 +51,14 @@ class Code(str, enum.Enum):
     NOT_WORTH_CASTS = "not_worth_casts", "measurements say that the casts cost more time than the low dtype saves"
     FASTPATH = "fastpath", "eager evaluation runs the op inside a fused kernel, which rounds in other places"
     SUM_ORDER = "sum_order", "gradients of one value are summed in another dtype here than under torch.autocast"
+    OUTPUT = "output", "a caller's gradient by this output is added in FP32, where torch.autocast rounds it first"
     BODY = "body", "the op has graphs inside, which are rewritten"
 
 
 # Reasons for which a node may differ from what torch.autocast does, at O1. The list is complete.
-DEVIATIONS = (Code.USER_CAST, Code.LITERAL, Code.COMPOSITE, Code.KEEP, Code.MUTATED, Code.FASTPATH, Code.SUM_ORDER)
+DEVIATIONS = (
+    Code.USER_CAST, Code.LITERAL, Code.COMPOSITE, Code.KEEP, Code.MUTATED, Code.FASTPATH, Code.SUM_ORDER, Code.OUTPUT,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ def is_opaque(node: Node) -> bool:
 
 def may_alias(node: Node) -> bool:
     """Say whether a node's output may share storage with an operand."""
-    shares = {"": False, "sole": len(node.all_input_nodes) == 1}.get(row_of(node).may_alias, True)
+    shares = {"": False, "sole": len(ops.inputs(node)) == 1}.get(row_of(node).may_alias, True)
     if shares or is_in_place(ops.name(node)) or "out" in node.kwargs or is_opaque(node):
         return True
     schema = ops.schema_of(node)

@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
+from typing import TypeGuard
 
 from torch.fx import Graph, Node
 
+from ..ops import ops
+from ..ops.numbers import is_negative
 from ..ops.rules import row_of
 
 _LONGEST = 64  # maximum number of nodes to search; no norm has as many
@@ -35,7 +38,7 @@ def _quotients(node: Node) -> Iterator[tuple[Node, Node]]:
     if not _is(node, "quotient", "product", "difference"):
         return
     first, second = (*node.args, None, None)[:2]
-    if not isinstance(first, Node) or not isinstance(second, Node):
+    if not _is_value(first) or not _is_value(second):
         return
     if _is(node, "quotient") or _inverts(second, node):
         yield first, second
@@ -50,20 +53,24 @@ def _is(node: Node, *parts: str) -> bool:
 
 def _inverts(node: Node, end: Node) -> bool:
     """Say whether an operand of `end` is a reciprocal; of a difference, whether it is a logarithm."""
-    while _is_move(node) or row_of(node).is_cast or (_is(node, "product") and len(node.all_input_nodes) == 1):
-        node = node.all_input_nodes[0]  # its one tensor, which may follow a number
+    while _is_move(node) or row_of(node).is_cast or (_is(node, "product") and len(ops.inputs(node)) == 1):
+        node = ops.inputs(node)[0]  # its one tensor, which may follow a number
     if _is(end, "difference"):
         return _is(node, "logarithm")
     if _is(node, "quotient"):
-        return not isinstance(node.args[0], Node)
-    exponent = node.args[1] if _is(node, "power") else 0
-    return _is(node, "reciprocal") or (isinstance(exponent, (int, float)) and exponent < 0)
+        return not _is_value(node.args[0])
+    return _is(node, "reciprocal") or (_is(node, "power") and is_negative(node.args[1]))
 
 
 def _is_move(node: Node) -> bool:
     row = row_of(node)
     moves = row.commutes != "" and not row.in_norm
-    return moves and bool(node.args) and isinstance(node.args[0], Node)
+    return moves and bool(node.args) and _is_value(node.args[0])
+
+
+def _is_value(argument: object) -> TypeGuard[Node]:
+    """Say whether an argument of a call is a value of the graph, and no number."""
+    return isinstance(argument, Node) and not ops.is_number(argument)
 
 
 def _island(order: dict[Node, int], end: Node, value: Node, divisor: Node) -> set[Node]:
@@ -80,7 +87,7 @@ def _island(order: dict[Node, int], end: Node, value: Node, divisor: Node) -> se
             common.append(node)
         elif _is(node, "arithmetic", "statistic") or _is_move(node):
             visited.append(node)
-            for operand in node.all_input_nodes:
+            for operand in ops.inputs(node):
                 if operand not in sides:
                     heapq.heappush(latest, (-order[operand], operand))
                 sides.setdefault(operand, set()).update(sides[node])
@@ -100,9 +107,9 @@ def _island(order: dict[Node, int], end: Node, value: Node, divisor: Node) -> se
 def _before(order: dict[Node, int], node: Node) -> set[Node]:
     """Return the nodes of an island before the value that is divided: an exponential, and ops that centre the value."""
     inside: set[Node] = set()
-    if _is(node, "exponential") and isinstance(node.args[0], Node):
+    if _is(node, "exponential") and _is_value(node.args[0]):
         inside, node = {node}, node.args[0]
-    if _is(node, "difference") and all(isinstance(a, Node) for a in node.args[:2]):
+    if _is(node, "difference") and all(map(_is_value, node.args[:2])):
         inside |= _island(order, node, *node.args[:2])  # type: ignore[arg-type]
     return inside
 

@@ -19,11 +19,11 @@ from ..ops.ops import NOTE
 
 Region = tuple[str, bool, torch.dtype | None, bool]  # device type, enabled, dtype, whether casts are cached
 
-# The rewrites that make nodes, as "pass/rewrite". The first two make casts, which are then not the user's.
-CAST_OPERAND, RESTORE_OUTPUT = "insert-casts/operand", "insert-casts/output"
-CLAMP_OPERAND = "insert-casts/clamp"
+# The rewrites that make nodes, as "pass/rewrite". The first three make casts, which are then not the user's.
+CAST_OPERAND, RESTORE_OUTPUT, READ_OUTPUT = "insert-casts/operand", "insert-casts/output", "insert-casts/read"
+CLAMP_OPERAND, VIEW_OUTPUT = "insert-casts/clamp", "insert-casts/view"
 SPLIT_LOSS, DECOMPOSE, CAST_NORM = "legalize/loss", "legalize/composite", "legalize/norm"
-_CASTS = (CAST_OPERAND, RESTORE_OUTPUT)
+_CASTS = (CAST_OPERAND, RESTORE_OUTPUT, READ_OUTPUT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,8 @@ class Note:
         made_by: The rewrite of fxamp that made the node, as "pass/rewrite"; "" for a captured node.
         leaf: For an opaque module: the name of its type, which is part of the op's name.
         region: The autocast region in the model's own code that contains it.
-        role: "parameter" or "buffer" (any other tensor) of the model, or "leaf": detached by a reentrant checkpoint.
+        role: "parameter" or "buffer" (any other tensor) of the model, "leaf": detached by a reentrant checkpoint, or
+            "number": a number that Dynamo made a tensor of.
         constant: The number that it holds, if that is known.
         cast: For a cast: "literal"; "autocast", if the program has this dtype under autocast; or "baked", if nothing is
             known but the dtype.
@@ -120,8 +121,8 @@ def is_inserted(node: Node) -> bool:
 
 
 def is_ours(node: Node) -> bool:
-    """Say whether fxamp made a node: a cast, or what brings an operand into the range of one."""
-    return is_inserted(node) or note_of(node).made_by == CLAMP_OPERAND
+    """Say whether fxamp made a node: a cast, what brings an operand into the range of one, or a view of one."""
+    return is_inserted(node) or note_of(node).made_by in (CLAMP_OPERAND, VIEW_OUTPUT)
 
 
 # Notes from capture, and how a node that a pass makes inherits them.

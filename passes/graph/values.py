@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from .._torch import FakeTensor, FakeTensorMode, example_sizes, pytree, quiet_fakes
+from .._torch import SYMBOLS, FakeTensor, FakeTensorMode, example_sizes, pytree, quiet_fakes
 from ..contract.devices import DEVICES
 from ..contract.policy import type_names
 from ..ops import ops
@@ -87,11 +87,14 @@ def described(node: Node) -> str:
 
 
 def keys(nodes: Iterable[Node]) -> dict[Node, str]:
-    """Return a key for every call: module path, op, and ordinal in the module. Unrelated edits do not change it."""
+    """Return a key for every call: module path, op, and ordinal in the module. Unrelated edits do not change it.
+
+    Calls that only bring or compute numbers have none, since other captures have constants in their place.
+    """
     count: dict[str, int] = {}
     out = {}
     for node in nodes:
-        if node.op.startswith("call"):
+        if node.op.startswith("call") and not ops.carries_number(node):
             stem = f"{module_path(node)}/{ops.name(node)}"
             out[node] = f"{stem}#{count.get(stem, 0)}"
             count[stem] = count.get(stem, 0) + 1
@@ -283,7 +286,7 @@ def _key(node: Node, dtype_of: Callable[[Node], ValueDtype]) -> Any:
 
 def concrete(value: Any, dtype: torch.dtype | None) -> Any:
     """Return a value of concrete size like a fake one, of another dtype where one is given; fake in a fake mode."""
-    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+    if isinstance(value, SYMBOLS):
         return concrete_size(value)
     if not isinstance(value, torch.Tensor):
         return value
@@ -295,7 +298,7 @@ def concrete(value: Any, dtype: torch.dtype | None) -> Any:
 
 def concrete_size(size: Any) -> Any:
     """Return a concrete number for a symbolic one, others unchanged; every size that only data decides counts as 4."""
-    if not isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+    if not isinstance(size, SYMBOLS):
         return size
     if size.node.is_nested_int():  # of a jagged dimension
         return 4

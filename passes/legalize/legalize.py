@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule, Node, map_arg
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from .._torch import FakeTensor, OpOverload, enter_autocast, exit_autocast, is_composite, quiet_fakes
@@ -25,6 +25,7 @@ from ..graph.notes import CAST_NORM, DECOMPOSE, SPLIT_LOSS, move_to, note, note_
 from ..graph.values import LOW_DTYPES, dtypes_of, keys, retyped, run
 from ..ops import ops
 from ..ops.facts import REDUCTIONS, rule_of
+from ..ops.numbers import constant_of, equals
 from ..ops.rules import COMPOSITE, row_of
 
 logger = logging.getLogger("fxamp")
@@ -47,6 +48,7 @@ class Legalize:
         named = keys(graph.nodes) if policy.ops else {}  # what the policy overrides by name stays whole
         whole = {n for n in named if op_override(policy, ops.name(n)) or op_override(policy, named[n])}
         edits = {
+            "number": fold_numbers(graph),
             "switch": drop_autocast_switches(graph),
             "field": index_fields(graph),
             "norm": cast_before_norms(graph),
@@ -63,6 +65,30 @@ def drop_autocast_switches(graph: Graph) -> int:
     for node in reversed(switches):
         graph.erase_node(node)
     return len(switches)
+
+
+def fold_numbers(graph: Graph) -> int:
+    """Replace the nodes that carry what torch has made a constant of, by a guard, in place; return how many there were.
+
+    Before: layer_norm(x, [8], eps=item), item: 1e-6        After: layer_norm(x, [8], eps=1e-6)
+    """
+    edits = 0
+    for node in reversed([n for n in graph.nodes if n.op.startswith("call")]):
+        number = constant_of(node)
+        if number is None:
+            continue
+        put = functools.partial(_put, node, number)
+        readers = [n for n in node.users if n.op != "output" and not ops.name(n).startswith("higher_order::")]
+        for reader in readers:
+            reader.args, reader.kwargs = map_arg(reader.args, put), map_arg(reader.kwargs, put)
+        if not node.users:
+            graph.erase_node(node)
+        edits += bool(readers)
+    return edits
+
+
+def _put(node: Node, number: Any, argument: Node) -> Any:
+    return number if argument is node else argument
 
 
 def index_fields(graph: Graph) -> int:
@@ -130,7 +156,7 @@ def _is_plain(node: Node) -> bool:
     if not isinstance(logits, FakeTensor) or not isinstance(target, FakeTensor):
         return False
     smooth = ops.argument(node, "label_smoothing", 0.0)
-    plain = ops.argument(node, "weight") is None and isinstance(smooth, (int, float)) and smooth == 0
+    plain = ops.argument(node, "weight") is None and equals(smooth, 0)
     plain = plain and _reduction(node) is not None and not {"size_average", "reduce"} & node.kwargs.keys()
     # The loss of other logits has another dtype than FP32, and the program may read that dtype.
     return plain and logits.dtype == torch.float32 and logits.dim() == 2 and not target.is_floating_point()
@@ -209,7 +235,7 @@ def _body_of(node: Node, memo: dict[Any, Graph | None], region: Callable[[], Any
     target: Any = node.target
     inputs = node.all_input_nodes
     values = [n.meta.get("val") for n in inputs]
-    known = [v for v in values if isinstance(v, (FakeTensor, torch.SymInt))]
+    known = [v for v in values if isinstance(v, (FakeTensor, torch.SymInt, torch.SymFloat))]
     tensors = [v for v in known if isinstance(v, FakeTensor)]
     plain = isinstance(target, OpOverload) and not is_composite(target)
     if plain or row_of(node).recurrent or not tensors or len(known) != len(values):

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -25,6 +25,7 @@ from .._torch import OpOverload
 from ..contract.devices import DEVICES
 from ..contract.policy import dtype_name
 from . import ops
+from .numbers import equals
 from .rules import COMPOSITE, LOW, Rule, lookup, row_named, row_of
 
 
@@ -117,7 +118,7 @@ def facts(name: str, device: str, low: torch.dtype, **static: Any) -> Facts:
 def facts_of(node: Node, device: str, low: torch.dtype) -> Facts:
     """Return the facts of a node's op for the static arguments of the call."""
     name = ops.name(node)
-    return facts(name, device, low, **_static_arguments(node, statics(name.removesuffix("_"), device)))
+    return facts(name, device, low, **_static_arguments(node, _measured(name.removesuffix("_"), device)))
 
 
 def rule_of(node: Node, device: str, low: torch.dtype | None = None) -> tuple[Rule, str]:
@@ -150,14 +151,22 @@ def accumulates(node: Node, row: Rule) -> bool:
 def _has(node: Node, column: tuple[Any, ...]) -> bool:
     """Say whether an argument has a value that a column lists: (name of the argument, value, value, ...)."""
     value = ops.argument(node, column[0]) if column else None
-    return isinstance(value, (bool, int, float, str)) and value in column[1:]
+    if isinstance(value, (bool, str)):
+        return value in column[1:]
+    return any(equals(value, number) for number in column[1:] if isinstance(number, (int, float)))
+
+
+def statics(name: str, device: str) -> tuple[str, ...]:
+    """Return the static arguments that the facts of an op are keyed by."""
+    return tuple(_measured(name, device))
 
 
 @functools.cache
-def statics(name: str, device: str) -> tuple[str, ...]:
-    """Return the static arguments that the facts of an op are keyed by."""
+def _measured(name: str, device: str) -> dict[str, tuple[str, ...]]:
+    """Return the static arguments that the facts of an op are keyed by, each with the values that were measured."""
     keys = _table(device)[0].get(name, {})
-    return tuple(sorted({part.partition("=")[0] for key in keys for part in key.split(",") if part}))
+    pairs = sorted({part.partition("=")[::2] for key in keys for part in key.split(",") if part})
+    return {key: tuple(value for k, value in pairs if k == key) for key, _ in pairs}
 
 
 def static_key(static: dict[str, Any]) -> str:
@@ -180,8 +189,11 @@ def dim_class(dims: Any, rank: int) -> str:
 REDUCTIONS = ("none", "mean", "sum")  # as torch::Reduction numbers them
 
 
-def _static_arguments(node: Node, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return a call's static arguments of these names; those that are neither numbers nor strings are left out."""
+def _static_arguments(node: Node, names: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """Return a call's static arguments of these names; those that are neither numbers nor strings are left out.
+
+    A number that is an input is the one that was measured, if it equals one, and else left out.
+    """
     arguments: dict[str, Any] = {}
     schema = ops.schema_of(node) if names else None
     defaults = {a.name: a.default_value for a in schema.arguments} if schema else {}
@@ -195,9 +207,20 @@ def _static_arguments(node: Node, names: tuple[str, ...]) -> dict[str, Any]:
             value = dim_class(value, len(shape))
         if key == "reduction" and isinstance(value, int) and value in range(len(REDUCTIONS)):
             value = REDUCTIONS[value]
+        if isinstance(value, Node):
+            value = _equal(value, names[key])
         if isinstance(value, (bool, int, float, str)):
             arguments[key] = value
     return arguments
+
+
+def _equal(number: Node, measured: Sequence[str]) -> str | None:
+    """Return the measured value that a number equals; None if there is none."""
+    for text in measured:
+        with contextlib.suppress(ValueError):  # a word
+            if equals(number, float(text)):
+                return text
+    return None
 
 
 @functools.cache

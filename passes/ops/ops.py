@@ -82,7 +82,7 @@ _PRIMS = {
 _FUNCTIONS: dict[Any, str] = {
     F.cross_entropy: "cross_entropy_loss", F.grid_sample: "grid_sampler", F.affine_grid: "affine_grid_generator",
     F.unfold: "im2col", F.fold: "col2im", F.threshold: "threshold", casts.again: "to", rnn.lstm: "lstm", rnn.rnn: "rnn",
-    abs: "abs", pow: "pow", round: "round", getattr: "getattr", _torch.DATA_OF: "detach",
+    abs: "abs", pow: "pow", round: "round", getattr: "getattr", _torch.DATA_OF: "detach", _torch.TENSOR_OF: "tensor",
     regions.recompute: "higher_order::tag_activation_checkpoint",
 }  # fmt: skip
 
@@ -245,8 +245,28 @@ def schema_of(node: Node) -> Any:
     return _fitting(op, node.op == "call_method", tuple(map(_kind, node.args)), tuple(node.kwargs))
 
 
+def is_number(value: Node) -> bool:
+    """Say whether a node gives Python numbers, such as a size, and no tensor: to a reader it is what a constant is."""
+    given = value.meta.get("val")
+    parts = given if isinstance(given, (tuple, list)) else (given,)
+    return bool(parts) and all(isinstance(part, _torch.NUMBERS) for part in parts)
+
+
+def carries_number(node: Node) -> bool:
+    """Say whether a node only brings a number into a graph, or computes with such: in another capture it is a constant.
+
+    What data decides, as the result of `.item()` on a tensor, is none in any.
+    """
+    return is_number(node) and not any(map(_torch.is_of_data, _torch.pytree.tree_leaves(node.meta["val"])))
+
+
+def inputs(node: Node) -> list[Node]:
+    """Return the nodes that a call reads, each once, without those that give numbers."""
+    return [n for n in node.all_input_nodes if not is_number(n)]
+
+
 def operands(node: Node) -> Iterator[Operand]:
-    """Yield every Node operand of a call, with the argument that it is part of."""
+    """Yield every operand of a call, a Node that gives no number, with the argument that it is part of."""
     operands: list[Operand] = []
 
     def note(operand: Operand) -> Node:
@@ -278,7 +298,8 @@ def _map(node: Node, replace: Callable[[Operand], Node]) -> tuple[tuple[Any, ...
 
         def leaf(value: Any) -> Any:
             place = next(places)
-            return replace(Operand(where, place, value)) if isinstance(value, Node) else value
+            is_operand = isinstance(value, Node) and not is_number(value)
+            return replace(Operand(where, place, value)) if is_operand else value
 
         return map_aggregate(arg, leaf)
 
@@ -339,8 +360,9 @@ _FITS: dict[str, tuple[str, ...]] = {
 
 def _kind(arg: Any) -> str:
     if isinstance(arg, Node):
-        value = arg.meta.get("val")
-        return "int" if isinstance(value, (int, torch.SymInt)) else "tensor"
+        return _kind(arg.meta["val"]) if is_number(arg) else "tensor"
+    if isinstance(arg, _torch.SYMBOLS):
+        return type(arg).__name__.removeprefix("Sym").lower()
     if isinstance(arg, (list, tuple)):
         inner = {_kind(a) for a in arg} - {"NoneType"}
         return next((f"{k}s" for k in ("tensor", "float") if k in inner), "ints")

@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Interpreter, Node
 import fxamp
 from passes._torch import FakeTensorMode, pytree
 from passes.contract.reasons import DEVIATIONS
-from passes.graph.notes import is_inserted, note_of
+from passes.graph.notes import is_ours, note_of
 from passes.graph.values import keys
 from passes.ops import ops
 from passes.ops.rules import FP32, LOW, lookup
@@ -110,7 +110,7 @@ def rows_of(module: torch.nn.Module, plan: fxamp.Plan, dtypes: dict[str, torch.d
     """
     graph: Any = module.graph
     decided, rows = {d.key: d for d in plan.decisions if not d.graph}, []
-    for node, key in keys(n for n in graph.nodes if not is_inserted(n)).items():
+    for node, key in keys(n for n in graph.nodes if not is_ours(n)).items():
         expected = dtypes.get(node.name)
         if expected is None or not expected.is_floating_point or note_of(node).made_by:
             continue

@@ -21,7 +21,7 @@ from fxamp.view.view import runner_of
 from passes._torch import pytree
 from passes.contract.plan import Decision
 from passes.contract.policy import Policy
-from passes.graph.notes import is_inserted
+from passes.graph.notes import is_ours
 from passes.graph.values import keys, source
 from passes.ops import ops
 
@@ -165,7 +165,7 @@ def _cause(pair: Pair, name: str) -> Decision | None:
     """
     graph: Any = pair.got.module.graph
     by_key = {d.key: d for d in pair.plan.deviations if not d.graph}
-    named = {n: by_key.get(key) for n, key in keys(n for n in graph.nodes if not is_inserted(n)).items()}
+    named = {n: by_key.get(key) for n, key in keys(n for n in graph.nodes if not is_ours(n)).items()}
     start = [n for n in graph.nodes if n.name == name]
     waiting = collections.deque(start or graph.output_node().all_input_nodes)  # the body of a region is inlined
     seen = {*waiting}

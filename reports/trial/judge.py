@@ -13,7 +13,7 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,6 +39,8 @@ from .runs import Allowed, Run, changed, gradients_differ, run, tensors, values_
 LEVELS = ("O0", "O1", "O2", "O3")
 # A view of the model; the compiler alone, on what torch exports; in place by torch.compile, and called under autocast.
 FRONT_ENDS = ("view", "graph", "ambient")
+# A view of a model whose numbers are attributes, after one with other numbers: to Dynamo they are inputs of the graph.
+NUMBERS = "numbers"
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 OK, DEVIATION, GUESS, REFUSED, RAISES, TORCH = "ok", "deviation", "guess", "refused", "eager raises", "torch alone"
@@ -66,7 +68,11 @@ class Verdict:
 
 @dataclass
 class Subject:
-    """A model and its inputs, and what they give without fxamp: plain, and under autocast."""
+    """A model and its inputs, and what they give without fxamp: plain, and under autocast.
+
+    Attributes:
+        numbers: the attributes of the model that are numbers, for the front end `NUMBERS`.
+    """
 
     model: nn.Module
     args: tuple[Any, ...]
@@ -74,6 +80,7 @@ class Subject:
     low: str = "bf16"
     backward: bool = True
     deterministic: bool = True
+    numbers: Mapping[str, float] = field(default_factory=dict)
     plain: Run = field(init=False)
     autocast: Run | None = field(init=False, default=None)
     allowed: Allowed = field(init=False)
@@ -256,6 +263,8 @@ def _compiled(found: Subject, front_end: str, level: str) -> tuple[Verdict, Run 
     policy = _policy(found, level)
     torch._dynamo.reset()
     try:
+        if front_end == NUMBERS:
+            return _with_numbers(found, policy)
         if front_end == "view":
             module = fxamp.convert(found.model, found.args, found.kwargs, policy=policy)
             got = found.run(module)
@@ -269,6 +278,20 @@ def _compiled(found: Subject, front_end: str, level: str) -> tuple[Verdict, Run 
     except FxampError:
         plan = None  # no graph: all of it ran as it is
     return _called(found, got, front_end, level, plan), got, plan
+
+
+def _with_numbers(found: Subject, policy: Policy) -> tuple[Verdict, Run | None, fxamp.Plan | None]:
+    """Convert a subject of which Dynamo has seen other numbers; its plan must be that of a process that has not."""
+    fresh = fxamp.plan_of(fxamp.convert(found.model, found.args, found.kwargs, policy=policy, check=False))
+    torch._dynamo.reset()
+    with same_attributes(found.model), contextlib.suppress(Exception):  # other numbers may be wrong ones
+        vars(found.model).update({name: number * 1.25 for name, number in found.numbers.items()})
+        fxamp.convert(found.model, found.args, found.kwargs, policy=policy, check=False)
+    module = fxamp.convert(found.model, found.args, found.kwargs, policy=policy, check=False)
+    got, plan = found.run(module), fxamp.plan_of(module)
+    if plan != fresh:
+        return Verdict(MISMATCH, f"another plan: {str(fxamp.diff(fresh, plan))[-200:]}"), got, plan
+    return _called(found, got, "view", policy.level.name, plan), got, plan
 
 
 def _called(found: Subject, got: Run, front_end: str, level: str, plan: fxamp.Plan | None) -> Verdict:

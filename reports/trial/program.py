@@ -19,6 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from .grammar import INPUTS, PARTS
 
+_FRACTION = re.compile(r"(?<![\w.\[])\d+(?:\.\d+)?e-\d+|(?<![\w.\[])\d+\.\d+")
+
 
 class Pair(NamedTuple):
     """An output with names."""
@@ -57,6 +59,7 @@ class Program:
         training: the mode that it is run in.
         inputs_require_grad: of the inputs that can.
         seed: of parameters and inputs.
+        attributes: its fractions are attributes of the model, and not written into the lines.
     """
 
     lines: tuple[Line, ...]
@@ -64,6 +67,7 @@ class Program:
     training: bool = False
     inputs_require_grad: bool = False
     seed: int = 0
+    attributes: bool = False
     serial: int = field(default_factory=itertools.count().__next__, compare=False)
 
     @property
@@ -92,10 +96,20 @@ class Program:
         """Return the class as Python."""
         made = [f"        {PARTS[n]}" for n in self.parts]
         body = [f"        {text}" for text in self.rendered_lines()]
+        if self.attributes:
+            made += [f"        self.{name} = {number}" for name, number in self.numbers.items()]
+            named = itertools.count()
+            body = [_FRACTION.sub(lambda _: f"self.number{next(named)}", text) for text in body]
         return "\n".join([
             "class Program(nn.Module):", "    def __init__(self):", "        super().__init__()", *made, "",
             f"    def forward(self, {', '.join(self.inputs)}):", *body, f"        return {self.output}", "",
         ])  # fmt: skip
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The fractions in its lines, by the names that they have as attributes."""
+        found = _FRACTION.findall("\n".join(self.rendered_lines()))
+        return {f"number{i}": float(text) for i, text in enumerate(found)}
 
     def text(self) -> str:
         """Return all that reproduces it: class, inputs and mode."""

@@ -73,7 +73,7 @@ ARROWS = {
     ),
     "fxamp.train": (
         ".capture .measure .train.ranks .trust .trust.census .trust.ranges .view passes._torch passes.contract "
-        "passes.graph passes.ops"
+        "passes.graph"
     ),
     "fxamp.pytest_plugin": ".report.gate",
     "fxamp.demo": (".convert .measure .report .report.gate .train .trust.census passes.contract"),

@@ -6,7 +6,6 @@ casts anew for each reader, so that these gradients are summed in FP32, in autog
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
 import fxamp
-from fxamp.measure.counts import step_counts
 from fxamp.trust.given_step import floats
 from passes.runtime.casts import CAST, again
 from reports.architectures import BY_NAME
@@ -43,7 +41,7 @@ def passed(called: Any, model: nn.Module, inputs: dict[str, Any]) -> list[Tensor
     torch.manual_seed(0)
     model.zero_grad()
     outputs = [t.float() for t in floats(called(**inputs))]
-    torch.stack([t.mean() for t in outputs if t.requires_grad]).sum().backward()
+    next(t for t in outputs if t.requires_grad).mean().backward()  # the model's own loss is the only one that reads
     return [*(t.detach() for t in outputs), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
@@ -108,29 +106,34 @@ def with_loss(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     return F.cross_entropy(logits.float(), x.softmax(-1)), logits
 
 
-@pytest.mark.parametrize(("share", "nodes"), [("", [again]), (",share_casts=always", [])])
-def test_an_output_that_is_restored_is_the_cast_that_its_author_made(share: str, nodes: list[Any]) -> None:
+@pytest.mark.parametrize("share", ["", ",share_casts=always", ",share_casts=weights"])
+def test_an_output_that_is_restored_is_the_cast_that_its_author_made(share: str) -> None:
     """A language model returns its logits beside a loss of `logits.float()`, which in FP32 is the same tensor."""
     model, x = Two(with_loss), torch.randn(60_000, 6)
-    views = [fxamp.convert(model, (x,), policy=f"O1,dtype=bf16{s}") for s in (share, ",share_casts=weights")]
+    view = fxamp.convert(model, (x,), policy=f"O1,dtype=bf16{share}")
 
-    def trained(view: Any, write: bool) -> list[Tensor]:
+    def trained(called: Any, write: bool) -> list[Tensor]:
         model.zero_grad()
-        loss, logits = view(x)
+        loss, logits = called(x)
+        logits = logits.float()
         if write:  # as in FP32, backward of the loss does not read them
             logits.mul_(2)
         (loss + logits.square().mean() * write).backward()
         return [loss.detach(), logits.detach(), *(p.grad for p in model.l.parameters() if p.grad is not None)]
 
     for write in (False, True):
-        found, expected = (trained(view, write) for view in views)
+        found, expected = (trained(called, write) for called in (view, UnderAutocast(model, BF16)))
         assert len(found) == 4
-        sums_in_fp32 = share and write  # of both gradients of the logits, which "weights" casts before it adds them
-        assert sums_in_fp32 or all(map(torch.equal, found, expected))
-    targets = [n.target for g in fxamp.graphs(views[0]) for n in g.graph.nodes]
-    assert [t for t in targets if t is again or t == "float"] == ["float", *nodes]
-    copies = [step_counts(functools.partial(lambda view: view(x)[0], view)).cast_bytes for view in views]
-    assert copies[1] - copies[0] == x.numel() * (2 + 4)
+        assert all(map(torch.equal, found[:2], expected[:2]))
+        sums_in_fp32 = write  # of both gradients of the logits, which autocast rounds before it adds them
+        assert all(
+            torch.allclose(a, b, rtol=0.01) if sums_in_fp32 else torch.equal(a, b)
+            for a, b in zip(found, expected, strict=True)
+        )
+    (graph,) = fxamp.graphs(view)
+    targets = [n.target for n in graph.graph.nodes]
+    assert [t for t in targets if t is again or t == "float"] == ["float"]
+    assert graph.graph.output_node().all_input_nodes[1].target == "float"
 
 
 @pytest.mark.parametrize("share", ["", ",share_casts=always"])

@@ -18,8 +18,9 @@ from torch.fx import GraphModule, Node
 from fxamp.capture.capture_jit import attribute_of
 from passes import compile_graph
 from passes.assign.assign_precision import AssignPrecision
+from passes.casts.cast import make_cast
 from passes.casts.eliminate_casts import EliminateCasts
-from passes.casts.insert_casts import InsertCasts, make_cast
+from passes.casts.insert_casts import InsertCasts
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy
 from passes.form import Assignment, Unit

@@ -111,7 +111,7 @@ def test_a_graph_is_printed_as_it_is_after_one_pass() -> None:
     with watched(Printed("insert-casts", texts.append)):
         compiled()
     assert texts == [
-        """graph 0 after insert-casts: operand 4, output 1, clamp 0, argument 0, assertion 0
+        """graph 0 after insert-casts: operand 4, clamp 0, argument 0, output 1, read 0, assertion 0
   x: float32 = input
   w: float32 = w
   to_dtype: bfloat16 = to(x, torch.bfloat16)

@@ -51,6 +51,24 @@ def test_a_random_program_has_no_failure(seed: int) -> None:
     assert not programs.failed(programs.work(str(seed)))
 
 
+def test_a_random_program_whose_numbers_are_attributes_has_no_failure() -> None:
+    found = programs.with_numbers("103")
+    assert found["found"] is not None
+    assert not programs.failed(found)
+
+
+def test_a_plan_that_depends_on_the_numbers_seen_before_is_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = Program((Line("v0", "self.l(x) * 0.5"),), "v0.softmax(-1)", attributes=True)
+    assert program.numbers == {"number0": 0.5}
+    model, args = program.build()
+    subject = Subject(model, args, numbers=program.numbers)
+    assert judged(subject, judge.NUMBERS, ("O1",))["O1"].kind == "ok"
+    of = fxamp.plan_of
+    plans = iter((of, lambda view: replace(of(view), casts=99)))
+    monkeypatch.setattr(fxamp, "plan_of", lambda view: next(plans)(view))
+    assert judged(subject, judge.NUMBERS, ("O1",))["O1"].why.startswith("another plan")
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 from passes.contract.plan import Decision, Plan, installed
 from passes.contract.policy import Policy, dtype_name
 from passes.contract.reasons import DEVIATIONS, Code
-from passes.graph.notes import is_inserted, note_of
+from passes.graph.notes import is_inserted, is_ours, note_of
 from passes.graph.values import frames, keys, own_frame
 from passes.ops.rules import RULES
 from passes.runtime.casts import again
@@ -66,10 +66,22 @@ def record_of(plan: Plan, graphs: Sequence[Emitted] = (), model: nn.Module | Non
     return Record(
         version=RECORD_VERSION, policy=str(plan.policy), device=plan.policy.device or "cpu", capture=plan.capture,
         verified=plan.verified, torch=plan.torch_version, fxamp=installed() or "(not installed)",
-        states=_states(plan, nodes, [name for _, name in starts], owner, parts), nodes=nodes, notes=plan.notes,
+        states=_states(plan, nodes, [name for _, name in starts], owner, parts), nodes=nodes,
+        notes=(*plan.notes, *_handed_out(parts)),
         inserted_casts=plan.inserted_casts,
         parameters=sum(p.numel() for p in model.parameters()) if model is not None and parts else None,
     )  # fmt: skip
+
+
+def _handed_out(parts: Sequence[_Part]) -> list[str]:
+    """Say how many bytes the casts of outputs that are handed out move, where a call moves a megabyte or more so."""
+    sizes = [sum(_cast(cast, part).bytes or 0 for cast in part.outputs) for part in parts]
+    if max(sizes, default=0) < 10**6:
+        return []
+    return [
+        f"casts of outputs, which are handed out in the dtypes of the model itself, move up to {max(sizes) / 1e6:.1f} "
+        "MB in a call: for large logits in a loop of your own, output_dtype='autocast' hands them out in 16 bits"
+    ]
 
 
 class _Part:
@@ -223,7 +235,7 @@ def _relative(file: str) -> str:
 def named(graph: Graph) -> dict[Node, str]:
     """Return the name of every input, parameter, buffer and call of an emitted graph."""
     given = {n: str(n.target) for op in ("placeholder", "get_attr") for n in graph.find_nodes(op=op)}
-    author = keys(n for n in graph.nodes if not is_inserted(n))  # without inserted casts, so that keys stay the same
+    author = keys(n for n in graph.nodes if not is_ours(n))  # without what was inserted, so that keys stay the same
     return {**given, **author}
 
 

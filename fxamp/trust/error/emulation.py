@@ -24,7 +24,7 @@ from torch.fx import GraphModule, Interpreter, Node, map_arg
 from passes._torch import pytree, safe_softmax
 from passes.graph.aliases import Aliases
 from passes.graph.bodies import Body
-from passes.graph.notes import is_inserted, is_ours
+from passes.graph.notes import READ_OUTPUT, is_inserted, is_ours, note_of
 from passes.graph.values import LOW_DTYPES, keys, module_path, no_autocast, source
 from passes.ops import ops
 from passes.ops.rules import row_of
@@ -117,7 +117,7 @@ class GraphSites:
 
     def _only_moves(self, node: Node) -> bool:
         """Say whether a node makes no number of its own out of low ones."""
-        if is_ours(node) and not is_inserted(node):
+        if is_ours(node) and (not is_inserted(node) or note_of(node).made_by == READ_OUTPUT):
             return True
         row = row_of(node)
         read = [o.node for o in ops.operands(node) if floats(o.node.meta.get("val"))]

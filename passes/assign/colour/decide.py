@@ -18,11 +18,10 @@ from ...contract.errors import PolicyError
 from ...contract.policy import module_override, op_override
 from ...contract.reasons import Code, Reason
 from ...form import Colouring
-from ...graph import literals
 from ...graph.aliases import is_in_place, may_alias, mutated_operands, out_operands
 from ...graph.notes import DECOMPOSE, note_of, region_on
 from ...graph.values import ELIGIBLE, LOW_DTYPES, described, dtype_reference, first_float, is_floating, literal_dtype
-from ...ops import ops
+from ...ops import numbers, ops
 from ...ops.facts import accumulates, facts_of, lacks_low, rule_of
 from ...ops.rules import BANNED, COMPOSITE, FOLLOW, FP32, KEEP, LOW, PROMOTE, row_of
 from .extremes import converts
@@ -68,9 +67,9 @@ def _user_cast(state: State, site: Site) -> Colouring | None:
     value = next(ops.operands(node))
     named = intent.literal and note_of(node).cast != "autocast"
     number = 0.0 if named else state.extremes.constants.get(value.node, 0.0)
-    if state.autocast or intent.dtype not in LOW_DTYPES or not literals.is_extreme(number, intent.dtype):
+    if state.autocast or intent.dtype not in LOW_DTYPES or not numbers.is_extreme(number, intent.dtype):
         return Colouring(intent.dtype, FOLLOW if intent.free else "cast", intent.reason, set_dtype=changed)
-    if abs(number) != literals.FP32_MAX:
+    if not numbers.is_lowest(number):
         why = Code.LITERAL("a number does not fit the low dtype")
         return Colouring(torch.float32, "cast", why, set_dtype=torch.float32)
     why = Code.LITERAL("finfo(float32).min becomes the minimum of the low dtype")

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ...graph.aliases import mutated_operands
-from ...graph.literals import FP32_MAX, has_tiny, is_extreme, numbers
 from ...graph.notes import note_of
 from ...graph.values import LOW_DTYPES, Dtypes, is_floating
 from ...ops import ops
+from ...ops.numbers import Number, has_tiny, is_extreme, is_lowest, numbers, within
 from ...ops.rules import Rule, row_of
 
 
@@ -33,6 +33,7 @@ class Extremes:
         lowest: those of them that are out of range only because of `finfo(float32).min`, as in the fill of a mask.
         fixed: values computed only from buffers, constants and integers.
         constants: tensors of no dimension that hold a known number.
+        unknown: those of which nothing can be asked, as what NumPy's numbers become.
         ranges: for each of the values the buffers that put it there, with what they hold: "mask: -1e+09".
     """
 
@@ -41,10 +42,11 @@ class Extremes:
         self.values: set[Node] = set()
         self.lowest: set[Node] = set()
         self.fixed: set[Node] = set()
-        self.constants: dict[Node, float] = {}
+        self.constants: dict[Node, Number] = {}
+        self.unknown = {n for n in graph.nodes if note_of(n).role == "number"}
         self.ranges: dict[Node, tuple[str, ...]] = {}
         self._tiny: set[Node] = set()  # values such as x + eps, and copies of them, but not 1 / (x + eps)
-        self._largest: dict[Node, float] = {}  # the last number of a torch.arange
+        self._ends: dict[Node, list[Number]] = {}  # the numbers of a torch.arange
         for node in graph.nodes:
             note = note_of(node)
             if note.role == "buffer":
@@ -53,11 +55,11 @@ class Extremes:
                 self._is_constant(node, note.constant)
                 self.ranges[node] = (f"{node.target}: {note.constant:g}",) if node in self.values else ()
 
-    def _is_constant(self, node: Node, number: float) -> None:
+    def _is_constant(self, node: Node, number: Number) -> None:
         self.constants[node] = number
         if is_extreme(number, self.low):
             self.values.add(node)
-            if abs(number) == FP32_MAX:
+            if is_lowest(number):
                 self.lowest.add(node)
 
     def visit(self, node: Node, row: Rule, dtypes: Dtypes) -> None:
@@ -67,15 +69,15 @@ class Extremes:
         if all(n in self.fixed or not is_floating(dtypes[n]) for n in operands):
             self.fixed.add(node)
         if row.counts and not operands and literals:
-            self._largest[node] = max(map(abs, literals))
-        self._largest.update((node, self._largest[n]) for n in moved if n in self._largest)
+            self._ends[node] = literals
+        self._ends.update((node, self._ends[n]) for n in moved if n in self._ends)
         if not is_floating(dtypes[node]) or dtypes[node] in LOW_DTYPES:
             return  # the value is low already, so FP32 would preserve nothing
         filled = row.fills and not mutated_operands(node) and len(literals) == 1 and _is_scalar(node)
         number = self.constants.get(moved[0]) if moved else None
         if number is not None or filled:
             self._is_constant(node, literals[0] if number is None else number)
-        elif has_tiny(row, literals, self.low) or (moved and not self._tiny.isdisjoint(operands)):
+        elif self._is_tiny(row, operands, literals) or (moved and not self._tiny.isdisjoint(operands)):
             self._tiny.add(node)
             self.values.add(node)
         elif not self._is_scaled(row, operands, literals):
@@ -86,26 +88,29 @@ class Extremes:
         if node in self.values:
             self.ranges[node] = self.ranges_of(operands)
 
+    def _is_tiny(self, row: Rule, operands: list[Node], literals: list[Number]) -> bool:
+        return has_tiny(row, literals, self.low) or not self.unknown.isdisjoint(operands)
+
     def ranges_of(self, values: Iterable[Node]) -> tuple[str, ...]:
         """Return what buffers hold that makes some of these values extreme, each once."""
         return tuple(dict.fromkeys(text for n in values for text in self.ranges.get(n, ())))
 
-    def _range(self, node: Node, literals: list[float], passed: list[Node]) -> None:
+    def _range(self, node: Node, literals: list[Number], passed: list[Node]) -> None:
         """Find values made from literals out of range, or from other values that have such numbers."""
         extreme = [x for x in literals if is_extreme(x, self.low)]
         read = [n for n in passed if n in self.values and n not in self._tiny]
         if extreme or read:
             self.values.add(node)
-            if all(abs(x) == FP32_MAX for x in extreme) and all(n in self.lowest for n in read):
+            if all(map(is_lowest, extreme)) and all(n in self.lowest for n in read):
                 self.lowest.add(node)
 
-    def _is_scaled(self, row: Rule, operands: list[Node], literals: list[float]) -> bool:
+    def _is_scaled(self, row: Rule, operands: list[Node], literals: list[Number]) -> bool:
         """Say whether an op scales a range of numbers into [-1, 1]."""
-        largest = self._largest.get(operands[0]) if len(operands) == len(literals) == 1 else None
-        if largest is None:
+        ends = self._ends.get(operands[0]) if len(operands) == len(literals) == 1 else None
+        if ends is None:
             return False
-        factor = abs(literals[0])
-        return ("quotient" in row.in_norm and largest <= factor) or ("product" in row.in_norm and largest * factor <= 1)
+        scales = "quotient" in row.in_norm and within(ends, literals[0])
+        return scales or ("product" in row.in_norm and within(ends, literals[0], inverse=True))
 
 
 def converts(node: Node, dtypes: Dtypes) -> bool:

@@ -19,16 +19,17 @@ import torch
 from torch.fx import Node
 
 from ...contract.devices import DEVICES
-from ...contract.reasons import DEVIATIONS, Code
+from ...contract.reasons import DEVIATIONS, Code, Reason
 from ...form import AS_AUTOCAST, Colouring
-from ...graph import literals
 from ...graph.aliases import mutated_operands
 from ...graph.notes import note_of
 from ...graph.values import ELIGIBLE, LOW_DTYPES, ValueDtype, dtype_reference, first_float, refuse_mixed
-from ...ops import ops
+from ...ops import numbers, ops
 from ...ops.rules import COMPOSITE, KEEP, LOW
 from .operand_casts import all_to, operand_casts
 from .state import Site, State
+
+_UNFIT = "a number does not fit the low dtype"
 
 
 def fit_kernel(state: State, node: Node, colouring: Colouring) -> tuple[Colouring, ValueDtype]:
@@ -106,22 +107,27 @@ def fit_numbers(state: State, site: Site, colouring: Colouring, dtypes: ValueDty
     """Replace a number that the low dtype cannot hold, or keep the node in FP32; return the results' dtypes too."""
     if colouring.dtype not in LOW_DTYPES or colouring.kind in (KEEP, "cast"):
         return colouring, dtypes
-    low, numbers, constants = colouring.dtype, list(literals.numbers(site.node)), state.extremes.constants
+    low, literals, constants = colouring.dtype, list(numbers.numbers(site.node)), state.extremes.constants
     fills = {o: constants[o.node] for o in site.floats if o.node in constants}
     lowest = [o for o in site.floats if colouring.kind == LOW and o.node in state.extremes.lowest]
-    clamped = [*lowest, *(o for o, x in fills.items() if literals.is_extreme(x, low))]
-    mended = literals.mend([*numbers, *fills.values()], low)
-    if mended is None or (state.aggressive and literals.has_tiny(site.row, numbers, low)):
-        return _in_fp32(state, site, colouring, dtypes)
+    clamped = [*lowest, *(o for o, x in fills.items() if numbers.is_extreme(x, low))]
+    mended = numbers.mend([*literals, *fills.values()], low)
+    unknown = any(o.node in state.extremes.unknown for o in site.floats)
+    if mended is None or (state.aggressive and (unknown or numbers.has_tiny(site.row, literals, low))):
+        is_open = unknown or any(map(numbers.is_open, (*literals, *fills.values())))
+        text = "a number that data decides, or a size, may not fit the low dtype" if is_open else _UNFIT
+        return _in_fp32(state, site, colouring, dtypes, Code.LITERAL(text))
     if mended or clamped:
-        fitting = tuple(pair for pair in mended if pair[0] in numbers)
+        fitting = tuple(pair for pair in mended if pair[0] in literals)
         why = Code.LITERAL("finfo(float32).min becomes the minimum of the low dtype")
         places = tuple(o.place for o in clamped)
         return replace(colouring, literals=fitting, clamped=places, reason=why, settled=True), dtypes
     return colouring, dtypes
 
 
-def _in_fp32(state: State, site: Site, colouring: Colouring, dtypes: ValueDtype) -> tuple[Colouring, ValueDtype]:
+def _in_fp32(
+    state: State, site: Site, colouring: Colouring, dtypes: ValueDtype, why: Reason
+) -> tuple[Colouring, ValueDtype]:
     """Keep a node in FP32; if it writes in place, keep its target in FP32 from the next run on."""
     node = site.node
     if mutated_operands(node):
@@ -129,7 +135,6 @@ def _in_fp32(state: State, site: Site, colouring: Colouring, dtypes: ValueDtype)
         return colouring, dtypes
     if state.original[node] in LOW_DTYPES and state.aliases.is_mutated(node):
         return colouring, dtypes  # a low value of the user's: writes would not reach an FP32 copy
-    why = Code.LITERAL("a number does not fit the low dtype")
     colouring = all_to(state, site.of_kind(colouring.kind), torch.float32, why, settled=True)
     if dtype_reference(node) is not None:
         return replace(colouring, set_dtype=torch.float32), torch.float32

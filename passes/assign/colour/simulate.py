@@ -45,7 +45,7 @@ class Simulation(State):
         self.restart()
         self._pinned_before = len(self.pinned)
         for node in self.graph.nodes:
-            if not node.op.startswith("call"):
+            if not node.op.startswith("call") or ops.carries_number(node):
                 continue
             row = row_of(node)
             floats = [o for o in ops.operands(node) if is_floating(self.dtypes[o.node])]

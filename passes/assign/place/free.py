@@ -15,11 +15,11 @@ from torch.fx import Node
 
 from ...form import Colouring
 from ...graph.aliases import may_alias
-from ...graph.literals import numbers
 from ...graph.notes import note_of
 from ...graph.values import ValueDtype, concrete_size, is_floating, literal_dtype
 from ...ops import ops
 from ...ops.facts import Facts, facts_of
+from ...ops.numbers import is_exact, numbers
 from ...ops.rules import FOLLOW, FP32, LOW, PROMOTE, Rule, row_of
 from ..colour.kernels import lacks_low_kernel
 from ..colour.simulate import Simulation
@@ -137,7 +137,7 @@ def _only_moves(c: _Candidate) -> bool:
         and not (dtype == low and torch.float32 in c.dtypes)  # an FP32 scalar beside it does not promote it
         and not (c.grad and _broadcasts(c))
         and not (dtype == torch.float32 and _is_compacted(c.node.meta.get("val")))
-        and all(torch.tensor(x, dtype=low).item() == x for x in numbers(c.node))
+        and all(is_exact(x, low) for x in numbers(c.node))
     )
 
 

@@ -22,6 +22,7 @@ from fxamp.train.compiled_step import CompiledStep
 from fxamp.train.describe import compiled_rows
 from fxamp.train.step import TrainStep
 from passes.contract.errors import PolicyError
+from tests.support.front_ends import tensors
 from tests.support.helpers import OLD_DYNAMO, Layers
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of a module that torch imports
@@ -72,6 +73,18 @@ class OneBlock(nn.Module):
         x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         x = x + self.down(F.gelu(self.up(x)))
         return Logits(F.linear(x, self.embedding.weight))
+
+
+class WithLoss(nn.Module):
+    """A model that returns its loss, a number and its logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor) -> dict[str, Any]:
+        output = self.model(input_ids)
+        return {"loss": loss_fn(output, input_ids), "count": 3, "logits": output.logits}
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"one block": OneBlock, "bert": _bert, "gpt2": _gpt2}
@@ -241,47 +254,19 @@ class Saved:
         return run(gm, inputs)
 
 
-def low_weights_among(tensors: Sequence[Tensor], model: nn.Module) -> list[tuple[int, ...]]:
-    shapes = {tuple(p.shape) for p in model.parameters() if p.dim() == 2} | {
-        tuple(p.shape[::-1]) for p in model.parameters() if p.dim() == 2
-    }
-    return [tuple(t.shape) for t in tensors if t.dtype == torch.bfloat16 and tuple(t.shape) in shapes]
-
-
 def by_step(model: nn.Module, backend: Saved, weights: Any) -> None:
     step = TrainStep(model, loss_fn, SGD(model.parameters(), lr=0.1), weights=weights, compile={"backend": backend})
     step({"input_ids": ids_of(0)}, ids_of(0))
 
 
-@pytest.mark.parametrize(
-    ("name", "weights"),
-    [("one block", "per_use"), *(pytest.param("bert", w, marks=pytest.mark.matrix) for w in ("per_use", "per_step"))],
-)
-def test_no_low_copy_of_a_weight_is_saved_for_backward(name: str, weights: Any) -> None:
-    model, backend = converted(name), Saved()
-    by_step(model, backend, weights)
-    assert backend.tensors
-    assert not low_weights_among(backend.tensors, model)
-
-
-def test_the_partitioner_saves_low_copies_of_weights_where_nothing_keeps_it_from_that(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("fxamp.train.compiled_step.recompute_weight_casts", lambda *_: None)
-    model, backend = converted("one block"), Saved()
-    by_step(model, backend, "per_use")
-    assert low_weights_among(backend.tensors, model)
-
-
 def saved_under_autocast(model: nn.Module) -> int:
     backend = Saved()
 
-    def loss(ids: Tensor) -> tuple[Tensor, Tensor]:
+    def loss(ids: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            output = model(input_ids=ids)
-            return loss_fn(output, ids), output.logits.float()  # as a step returns it
+            return loss_fn(model(input_ids=ids), ids)
 
-    torch.compile(loss, backend=backend)(ids_of(0))[0].backward()
+    torch.compile(loss, backend=backend)(ids_of(0)).backward()
     return backend.bytes
 
 
@@ -303,6 +288,63 @@ def test_no_more_is_saved_for_backward_than_under_compiled_autocast(name: str, p
     theirs = MODELS[name]().train()
     theirs = torch.export.export(theirs, (), {"input_ids": ids_of(0)}).module()  # where masks are made the same way
     assert 0 < backend.bytes <= saved_under_autocast(theirs)
+
+
+# ------------------------------------------------------------------------------------- the output
+
+
+@pytest.mark.parametrize("loss", [loss_fn, None])
+@pytest.mark.parametrize("compile", ["aot_eager", pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("weights", ["per_use", "per_step"])
+def test_a_compiled_step_keeps_of_the_output_what_it_is_asked_for(compile: Any, weights: Any, loss: Any) -> None:
+    results, logits = [], list[list[Any]]()
+    for output in (None, "low", "full"):
+        model = converted("one block") if loss is not None else WithLoss(converted("one block"))
+        step = TrainStep(model, loss, SGD(model.parameters(), lr=0.1), weights=weights, compile=compile, output=output)
+        results.append([step({"input_ids": ids_of(i)}, ids_of(i) if loss is not None else None) for i in (0, 1)])
+        logits.append([r.output if r.output is None else tensors(r.output)[-1] for r in results[-1]])
+    none, low, full = logits
+    assert none == [None, None]
+    assert [(t.dtype, t.requires_grad) for t in low] == [(torch.bfloat16, False)] * 2
+    assert [(t.dtype, t.requires_grad) for t in full] == [(torch.float32, False)] * 2
+    assert all(map(torch.equal, full, (t.float() for t in low)))
+    losses = [torch.stack([result.loss for result in run]) for run in results]
+    for other in losses[1:]:  # Inductor fuses a graph of other outputs in other kernels
+        torch.testing.assert_close(other, losses[0], rtol=0 if compile == "aot_eager" else 1e-5, atol=0)
+
+
+class Object:
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+
+def test_an_output_that_cannot_be_kept_detached_is_refused() -> None:
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = OneBlock()
+
+        def forward(self, input_ids: Tensor) -> Object:
+            return Object(self.block(input_ids).logits)
+
+    model = fxamp.convert(Wrapped(), policy="O1,dtype=bf16")
+    step = TrainStep(model, loss_fn, SGD(model.parameters(), lr=0.1), compile="aot_eager", output="low")
+    with pytest.raises(PolicyError, match=r"returns an object of class Object, .*: leave output= out"):
+        step({"input_ids": ids_of(0)}, ids_of(0))
+    step = TrainStep(model, loss_fn, SGD(model.parameters(), lr=0.1), compile="aot_eager")
+    assert step({"input_ids": ids_of(0)}, ids_of(0)).output is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"output": "half", "compile": True}, 'output must be None, "low" or "full", got \'half\''),
+        ({"output": "low"}, "says what a compiled step keeps .* leave it out"),
+    ],
+)
+def test_an_output_that_cannot_be_asked_for_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
+        small(**settings)
 
 
 # ------------------------------------------------------------------------------------- what goes wrong, and is said

@@ -26,7 +26,9 @@ def eliminate(gm: GraphModule, share: str = "always") -> dict[str, int]:
 
 def fired(**rules: int) -> dict[str, int]:
     return (
-        dict.fromkeys(["no_op", "round_trip", "share", "author", "promote", "dtype_argument", "share_storage"], 0)
+        dict.fromkeys(
+            ["no_op", "round_trip", "read", "share", "author", "promote", "dtype_argument", "share_storage"], 0
+        )
         | rules
     )
 

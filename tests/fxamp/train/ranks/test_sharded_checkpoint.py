@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -110,6 +112,27 @@ def test_more_ranks_go_on(four: Workers, saved: dict[str, str], unbroken: list[A
 @pytest.mark.parametrize("how", ["replicas", "sharded"])
 def test_one_process_goes_on(saved: dict[str, str], unbroken: list[Any], how: str) -> None:
     assert_same(resume("alone", saved[how]), unbroken)
+
+
+def refused(folder: str) -> str:
+    step = made("sharded")
+    outcome(step, BATCHES[:WINDOW])
+    before = weights_of(step.model), copy.deepcopy(step.optimizers[0].state_dict()), step.scaler.state_dict()
+    with pytest.raises(fxamp.PolicyError) as error:
+        fxamp.load_checkpoint(step, folder)
+    after = weights_of(step.model), step.optimizers[0].state_dict(), step.scaler.state_dict()
+    assert str(before) == str(after)
+    return str(error.value)
+
+
+def test_a_shard_that_one_rank_cannot_read_is_refused_on_all(
+    two: Workers, saved: dict[str, str], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(saved["sharded"], tmp_path / "c"))
+    shard = folder / "__1_0.distcp"  # which rank 1 alone reads
+    shard.write_bytes(bytes(shard.stat().st_size))
+    for error in two(refused, str(folder)):
+        assert f"'{shard}' cannot be loaded: it is damaged" in error
 
 
 def save_and_be_killed(how: str, folder: str) -> None:

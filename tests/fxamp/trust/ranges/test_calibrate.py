@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -240,3 +241,18 @@ def test_a_calibration_of_an_older_version_is_said_to_be_one() -> None:
     text = fxamp.calibrate(nn.Linear(8, 4), X, loss=torch.mean).to_json().replace('"version": 3', '"version": 2')
     with pytest.raises(PlanError, match="another version of fxamp wrote it"):
         fxamp.Calibration.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("values", {"a": {"largest": "x"}}), ("readers", {"a": [1]}), ("batches", "1"), ("scale", [])]
+)
+def test_a_calibration_of_other_values_is_refused(field: str, value: Any) -> None:
+    data = json.loads(fxamp.calibrate(nn.Linear(8, 4), X, loss=torch.mean).to_json())
+    with pytest.raises(PlanError, match="JSON, but not a calibration"):
+        fxamp.Calibration.from_json(json.dumps({**data, field: value}))
+
+
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="there is no file without an end")
+def test_a_file_without_an_end_is_no_calibration() -> None:
+    with pytest.raises(PlanError, match="longer than"):
+        fxamp.Calibration.load("/dev/zero")

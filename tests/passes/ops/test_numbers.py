@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxamp
-from passes.graph import literals
+from passes.ops import numbers, ops
 from passes.ops.rules import row_named
 from tests.support.exported import graph_of, plan_of, program_of
 from tests.support.front_ends import FRONT_ENDS, convert
@@ -212,7 +212,86 @@ def test_a_buffer_is_read_when_the_graph_runs() -> None:
 def test_a_number_is_tiny_when_nothing_in_the_low_dtype_is_as_small(
     number: float, low: torch.dtype, expected: bool
 ) -> None:
-    assert literals.has_tiny(row_named("add"), [number], low) is expected
+    assert numbers.has_tiny(row_named("add"), [number], low) is expected
+
+
+# Numbers that Dynamo makes an input of its graph.
+
+
+def asked(question: Callable[[Any], bool], *values: float) -> tuple[list[bool], int]:
+    """Return what the graph that runs for each value of a number has been answered about it, and how many there are."""
+    answers: list[bool] = []
+    graphs = []
+
+    def backend(gm: Any, _: object) -> Any:
+        graphs.append(gm)
+        for node in gm.graph.nodes:
+            node.meta["val"] = node.meta.get("example_value")
+        (product,) = (n for n in gm.graph.nodes if ops.name(n) == "mul")
+        (answer,) = (question(number) for number in numbers.numbers(product))
+
+        def run(*args: Any) -> Any:
+            answers.append(answer)
+            return gm.forward(*args)
+
+        return run
+
+    run = torch.compile(lambda x, number: x * number, backend=backend, dynamic=True)
+    for value in values:
+        run(X, value)
+    return answers, len(graphs)
+
+
+BF16, FP16 = torch.bfloat16, torch.float16
+LEAST = -LOWEST
+QUESTIONS: dict[str, tuple[Callable[[Any], bool], dict[float, bool], int]] = {
+    "out of range": (
+        lambda n: numbers.is_extreme(n, FP16), {0.5: False, 65504.0: False, 1e5: True, -1e9: True, -1.0: False}, 2,
+    ),
+    "lowest": (numbers.is_lowest, {LOWEST: True, LEAST: True, 0.5: False, -1e9: False}, 3),
+    "negative": (numbers.is_negative, {-0.5: True, -1e9: True, 0.5: False, -2.0: True}, 2),
+    "equal": (lambda n: numbers.equals(n, 2), {2.0: True, 0.5: False, 0.7: False}, 2),
+    "tiny": (
+        lambda n: numbers.has_tiny(row_named("add"), [n], FP16), {1e-8: True, -2e-8: True, 1e-5: False, 9.0: False}, 2,
+    ),
+    "zero is not tiny": (lambda n: numbers.has_tiny(row_named("add"), [n], FP16), {0.0: False, 1e-9: True}, 2),
+    "a bound that rounds to one": (
+        lambda n: numbers.has_tiny(row_named("clamp"), [n], BF16),
+        {0.999: True, 0.5: False, 1e-7 - 1: True, 2.0: False}, 3,
+    ),
+    "a distance from one": (lambda n: numbers.has_tiny(row_named("logit"), [n], FP16), {0.1: False, 1e-6: True}, 2),
+    "exact": (
+        lambda n: numbers.is_exact(n, BF16),
+        {3.0: True, 256.0: True, -7.0: True, 0.5: True, 257.0: False, 0.1: False}, 3,
+    ),
+    "within": (lambda n: numbers.within([n, 4.0], 8.0), {0.5: True, -8.0: True, 9.0: False}, 2),
+    "within an inverse": (lambda n: numbers.within([4.0], n, inverse=True), {0.2: True, -0.1: True, 0.5: False}, 2),
+    "open": (numbers.is_open, {0.5: False, 1e9: False}, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_an_answer_is_that_of_a_constant_and_a_guard(name: str) -> None:
+    question, expected, graphs = QUESTIONS[name]
+    assert {value: question(value) for value in expected} == expected
+    assert asked(question, *expected) == ([*expected.values()], graphs)
+
+
+def test_of_what_data_decides_the_answer_is_the_one_that_rounds_nothing() -> None:
+    answers = {}
+
+    def backend(gm: Any, _: object) -> Any:
+        for node in gm.graph.nodes:
+            node.meta["val"] = node.meta.get("example_value")
+        (product,) = (n for n in gm.graph.nodes if ops.name(n) == "mul")
+        (number,) = numbers.numbers(product)
+        answers.update({name: question(number) for name, (question, _, _) in QUESTIONS.items()})
+        return gm.forward
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        torch.compile(lambda x: x * x.sum().item(), backend=backend)(X)
+    rounds_nothing = {"out of range", "negative", "tiny", "zero is not tiny", "a bound that rounds to one", "open"}
+    assert {name for name, answer in answers.items() if answer} == {*rounds_nothing, "a distance from one"}
 
 
 EPSILONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -268,7 +347,7 @@ def test_integers_given_as_scalars_count_and_shapes_do_not() -> None:
         return seen, last
         """
     )
-    assert [list(literals.numbers(n)) for n in gm.graph.nodes if n.op == "call_function"] == [[100000], [], [1e-9]]
+    assert [list(numbers.numbers(n)) for n in gm.graph.nodes if n.op == "call_function"] == [[100000], [], [1e-9]]
 
 
 # What squeezes a large value, and what a bound keeps from the end of that range.

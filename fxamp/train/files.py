@@ -1,0 +1,112 @@
+"""The files of a checkpoint, which may come from anybody: to read them runs nothing that is in them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pickletools
+import re
+import reprlib
+import stat
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from passes._torch import ArchiveReader
+from passes.contract.errors import FxampError, PolicyError, in_short
+
+
+@contextlib.contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Name the file or folder that is read in an error: PolicyError for what is in it, OSError where it is not there.
+
+    Raises:
+        PolicyError: What is read does not fit.
+    """
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        # What a hostile file has in place of a list or a number raises any error.
+        said = str(error) if isinstance(error, (FxampError, ValueError)) else in_short(error)
+        raise PolicyError(f"'{os.fspath(path)}' cannot be loaded: {said}") from error
+
+
+def size_of(path: Path) -> int:
+    """Return the number of bytes of a file; ValueError for a pipe or a device, which may have no end."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError(f"'{path}' is not a file")
+    return found.st_size
+
+
+def weights_in(path: str | os.PathLike[str], *, sharded: bool) -> Any:
+    """Return what `torch.save` wrote to a file: tensors and plain values, and no other objects.
+
+    Raises:
+        PolicyError: The file holds something else, or is damaged.
+        OSError: It cannot be opened.
+    """
+    with naming(path):
+        size_of(Path(path))
+        with open(path, "rb") as file:
+            return weights(file, sharded=sharded)
+
+
+def weights(file: IO[bytes], *, sharded: bool = False) -> Any:
+    """Return what `torch.save` wrote, of tensors and plain values; ValueError: there is something else.
+
+    Args:
+        file: The file, open.
+        sharded: Whether tensors may be DTensors. Torch allows their classes by itself, and one of them starts a process
+            group when a file calls it.
+    """
+    try:
+        _refuse_growth(file)
+        if not sharded:
+            _refuse_distributed(file)
+        # Said here, it holds also where the environment asks torch for loads that run code.
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=False)
+    except Exception as error:
+        culprit = re.search(r"GLOBAL (\S+)", str(error))  # torch's own message advises to load it all the same
+        raise ValueError(
+            f"it names {reprlib.repr(culprit[1])}, and may hold tensors and plain values alone. Where you trust a "
+            "class, torch.serialization.add_safe_globals([...]) allows it"
+            if culprit
+            else "it is damaged, or not what torch.save writes of tensors and plain values"
+        ) from error
+
+
+def refuse_objects(value: Any) -> None:
+    """Raise PolicyError for a value that `weights` would not read again."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    try:
+        weights(file)
+    except ValueError as error:
+        raise PolicyError(f"this state could not be loaded again: {error}") from error
+
+
+def _refuse_growth(file: IO[bytes]) -> None:
+    """Raise ValueError for an archive that takes more memory than it has bytes; `torch.save` compresses nothing."""
+    with zipfile.ZipFile(file) as archive:
+        entries = archive.infolist()
+    size = file.seek(0, io.SEEK_END)
+    file.seek(0)
+    if any(e.compress_type != zipfile.ZIP_STORED for e in entries) or sum(e.file_size for e in entries) > size:
+        raise ValueError("the archive is compressed")
+
+
+def _refuse_distributed(file: IO[bytes]) -> None:
+    """Raise ValueError for an archive that names something of `torch.distributed`."""
+    opcodes = pickletools.genops(ArchiveReader(file).get_record("data.pkl"))
+    file.seek(0)
+    for opcode, argument, _ in opcodes:
+        named = str(argument).replace(" ", ".")
+        if opcode.name == "GLOBAL" and named.startswith("torch.distributed"):
+            raise ValueError(f"GLOBAL {named}")
