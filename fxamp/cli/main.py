@@ -215,14 +215,15 @@ def _check(args: argparse.Namespace) -> int:
 
 def _checked(target: Target, update: bool) -> Outcome:
     """Check one target in this process."""
-    from ..report.gate.budget import Budget
+    from ..report.gate.budget import COUNTS, Budget
     from ..report.gate.gate import check, with_run
 
     budgets = [Budget.parse(text) for text in target.budgets]
     with aside():  # standard output is for the outcome alone
+        counts = _counts(target) if any(budget.key in COUNTS for budget in budgets) else {}
         if not target.run:
             make = functools.partial(_converted, target.target, target.policy, target.device)
-            return check(target.name, make, target.plan, budgets, update)
+            return check(target.name, make, target.plan, budgets, update, counts)
         if target.device is not None:
             raise FxampError("check: --run runs the model where it is; leave out --device, or set it for the model")
         asked, made = Policy.of(target.policy), load_target(target.target)
@@ -231,7 +232,15 @@ def _checked(target: Target, update: bool) -> Outcome:
         def converted(replayed: Plan | None) -> nn.Module:
             return read if read is not None else _read(made, asked, None, replayed)
 
-        return with_run(check(target.name, converted, target.plan, budgets, update), differences)
+        return with_run(check(target.name, converted, target.plan, budgets, update, counts), differences)
+
+
+def _counts(target: Target) -> dict[str, float]:
+    """Count the kernels of a target, which Inductor compiles for it."""
+    from ..report.gate.kernels import counts_of
+
+    asked = Policy.of(target.policy)
+    return counts_of(target.target, asked if target.device is None else replace(asked, device=target.device))
 
 
 def _converted(target: str, policy: str | None, device: str | None, replayed: Plan | None = None) -> nn.Module:

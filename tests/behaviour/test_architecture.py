@@ -68,7 +68,8 @@ ARROWS = {
     "fxamp.trust.choice": ".convert .measure .trust .trust.error passes.contract passes.graph",
     "fxamp.report.diff": (".report .report.forms .report.record passes._torch passes.contract passes.graph passes.ops"),
     "fxamp.report.gate": (
-        ".convert .report .report.diff .report.forms .report.record .trust.census passes.contract passes.ops"
+        ".capture .convert .measure .measure.fake_cuda .report .report.diff .report.forms .report.record .target "
+        ".train .trust.census passes.contract passes.ops"
     ),
     "fxamp.train": (
         ".capture .measure .train.ranks .trust .trust.census .trust.ranges .view passes._torch passes.contract "

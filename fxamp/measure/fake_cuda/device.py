@@ -40,6 +40,7 @@ NAMES = {
     "torch._dynamo.device_interface": (
         "CudaInterface", "caching_worker_device_properties", "caching_worker_current_devices", "device_interfaces",
     ),
+    "torch._subclasses.fake_tensor": ("init_gpu_context",),
     "torch.utils._triton": ("has_triton", "has_triton_package"),
     "torch._inductor.fx_passes.joint_graph": ("lazy_init", "UniformValueConstantFolder"),
     "torch._inductor.fx_passes.post_grad": ("lazy_init",),
@@ -69,6 +70,8 @@ def install() -> None:
         module: Any = importlib.import_module(f"torch._inductor.fx_passes.{name}")
         module.lazy_init(torch.device("cpu"))
         module.lazy_init = _always(None)
+    fakes: Any = importlib.import_module("torch._subclasses.fake_tensor")
+    fakes.init_gpu_context = _always(None)  # makes a tensor that is no fake
     _as_torch_cuda()
     _as_device_of_dynamo()
     _as_driver_of_triton()

@@ -5,6 +5,7 @@ casts=+0           no more than in the plan
 cast_bytes=+5%     at most 5 % more than in the plan
 low_flops=80%      at least 80 % of the operations run low
 low_flops=-1%      at most one percentage point less than in the plan
+kernels=540        at most 540 kernels in a compiled forward and backward; such counts are not in a plan
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from dataclasses import dataclass
 from passes.contract.errors import PolicyError
 from passes.contract.policy import nearest
 
-from ..record.record import CEILINGS, FLOORS
-from ..record.record import TOTALS as KEYS
+from ..record.record import CEILINGS, FLOORS, TOTALS
+
+# Of `fxamp.measure.inductor.Counts`; they take a compilation, and change with torch, so that plans do not have them.
+COUNTS = ("kernels", "cast_kernels", "moved_bytes", "peak")
+KEYS = TOTALS + COUNTS
 
 _LIMIT = re.compile(r"([+-]?)(\d{1,18}(?:\.\d{1,6})?)(%?)")
 
@@ -40,8 +44,11 @@ class Budget:
             raise PolicyError(f"budget {text!r}: there is no total {key!r}{nearest(key, KEYS)}; one of {known}")
         found = _LIMIT.fullmatch(limit)
         if not equals or found is None:
-            raise PolicyError(f"budget {text!r}: write {key}=500 for a value, or {key}={_example(key)} for a change")
+            change = "" if key in COUNTS else f", or {key}={_example(key)} for a change"
+            raise PolicyError(f"budget {text!r}: write {key}=500 for a value{change}")
         sign, number, percent = found.groups()
+        if key in COUNTS and (sign or percent):
+            raise PolicyError(f"budget {text!r}: a plan has no {key} to compare with; write {key}=500 for a value")
         if sign and sign != ("+" if key in CEILINGS else "-"):
             way = "up" if key in CEILINGS else "down"
             raise PolicyError(

@@ -6,7 +6,7 @@ Decisions, casts and totals are compared; lines, times and versions never are.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -56,14 +56,14 @@ class Outcome:
 
 def check(
     target: str, make: Callable[[Plan | None], nn.Module], plan: str | os.PathLike[str] | None,
-    budgets: Sequence[Budget], update: bool,
+    budgets: Sequence[Budget], update: bool, counts: Mapping[str, float] | None = None,
 ) -> Outcome:  # fmt: skip
     """Compare a converted model with its plan, and its totals with budgets.
 
     On every machine, decisions use the measured facts that the plan was made with. With measured costs, `make` gets the
     plan to replay, since times are never the same. `update` writes a plan that is missing or has changed, by the facts
-    of this machine. PlanError if the plan is missing, cannot be read, or is of another model; PolicyError if a budget
-    is of a total that is not known.
+    of this machine. `counts` are totals that plans do not have, for budgets. PlanError if the plan is missing, cannot
+    be read, or is of another model; PolicyError if a budget is of a total that is not known.
     """
     name = "" if plan is None else os.fspath(plan)
     before = _committed(name, update) if name else None
@@ -82,7 +82,8 @@ def check(
         return Outcome(target, UNKNOWN, f"{target}: the plan is not complete: {why}", plan=name)
     found = GraphDiff("", "", ()) if before is None else _difference(before, now, name, update)
     against = now if update else before
-    broken = [text for b in budgets for text in b.broken(now.totals, against.totals if against else None)]
+    totals = {**now.totals, **(counts or {})}
+    broken = [text for b in budgets for text in b.broken(totals, against.totals if against else None)]
     wrote = bool(name) and update and (before is None or bool(found))
     if wrote:
         now.save(name)
@@ -90,7 +91,7 @@ def check(
     places = {n.key: Place(n.file, n.line) for n in record.nodes if n.line}
     return Outcome(
         target, CHANGED if changes or broken else KEPT, _message(target, found, before, now, broken, name, wrote),
-        changes, {c.key: places[c.key] for c in changes if c.key in places}, tuple(broken), dict(now.totals), name,
+        changes, {c.key: places[c.key] for c in changes if c.key in places}, tuple(broken), totals, name,
     )  # fmt: skip
 
 

@@ -81,6 +81,7 @@ def test_saved_bytes_are_those_of_the_tensors_that_autograd_keeps() -> None:
     assert saved == sum(size for address, size in storages.items() if address not in before) > 0
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # on torch 2.11
 def test_the_peak_is_that_of_a_run() -> None:
     model, x = net(), torch.randn(256, 32)
     mark = recorded()
