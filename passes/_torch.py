@@ -246,6 +246,12 @@ def leave_padding_to_python() -> None:
         torch._dynamo.disallow_in_graph(VF._pad_packed_sequence)
 
 
+def is_stand_in(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor is a fake that the trace in progress has made of another, and not what a program runs on."""
+    context = torch._guards.TracingContext.try_get()
+    return isinstance(tensor, FakeTensor) and context is not None and tensor.fake_mode is context.fake_mode
+
+
 def dynamo_errors() -> Any:
     """Return the module of Dynamo's errors; Dynamo is loaded only now."""
     return torch._dynamo.exc

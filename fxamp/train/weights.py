@@ -12,7 +12,7 @@ from torch import nn
 from passes._torch import compiled_call, original_of
 from passes.contract.errors import PolicyError
 
-from ..view.copies import Copies
+from ..view.copies import Copies, is_plain
 from ..view.frozen import weights_of
 from ..view.view import is_view, runner_of
 from .ranks.ranks import is_sharded
@@ -145,7 +145,7 @@ class WeightCasts:
                 for name, what in weights_of(entry):
                     weight = named.get(name)
                     whole = ".".join(filter(None, (path, name)))
-                    if type(weight) is nn.Parameter:
+                    if is_plain(weight):
                         kept[whole] = None
                         a_graph[id(weight), what.dtype] += 1
                     elif weight is not None:

@@ -18,7 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from passes._torch import SET_GRAD, copy_together, mark_static_address, of_fixed_sizes, run_as_soon_as_ready
+from passes._torch import (
+    SET_GRAD,
+    FakeTensor,
+    copy_together,
+    is_stand_in,
+    mark_static_address,
+    of_fixed_sizes,
+    run_as_soon_as_ready,
+)
 from passes.contract.errors import CaptureError
 from passes.graph.aliases import Aliases, mutated_operands
 from passes.graph.notes import is_inserted
@@ -243,6 +251,16 @@ def _with_gradients(graph: Graph) -> set[Node]:
     return found
 
 
+def is_plain(value: object) -> bool:
+    """Say whether a value is a parameter that is a tensor by itself, not a class whose calls gather or exchange it.
+
+    Of a program that runs on fake tensors, its parameters are; of a trace, those that stand for others are not.
+    """
+    if type(value) is nn.Parameter:
+        return True
+    return isinstance(value, nn.Parameter) and isinstance(value, FakeTensor) and not is_stand_in(value)
+
+
 def lift(
     gm: GraphModule, inputs: Sequence[Any], *, sums_inside: bool = False
 ) -> tuple[GraphModule, list[Any], list[Lifted]]:
@@ -251,7 +269,7 @@ def lift(
     graph.output(graph.graph_copy(gm.graph, {}))
     examples, lifted = list(inputs), list[Lifted]()
     places = [n for n in graph.nodes if n.op == "placeholder"]
-    kept = {i: v for i, v in enumerate(inputs) if type(v) is nn.Parameter}
+    kept = {i: v for i, v in enumerate(inputs) if is_plain(v)}
     for node, what in list(weight_casts(graph, kept, sums_inside=sums_inside)):
         with graph.inserting_after(places[-1]):
             new = graph.placeholder(f"low_{what.place}_{len(lifted)}")

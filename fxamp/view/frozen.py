@@ -11,11 +11,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
 
 from passes.contract.errors import CaptureError, NotAModuleError
 
-from .copies import Copies, Lifted, weight_casts
+from .copies import Copies, Lifted, is_plain, weight_casts
 from .function import Entry
 from .view import is_view, runner_of
 
@@ -58,7 +57,7 @@ def frozen(converted: Any) -> Iterator[Any]:
     runner.opened.open(copies, type(runner.model).__name__)
     try:
         parameters = runner.model.named_parameters(remove_duplicate=False)
-        named = {path: p for path, p in parameters if type(p) is nn.Parameter}
+        named = {path: p for path, p in parameters if is_plain(p)}
         with torch.no_grad():
             for entry in runner.entries:
                 for path, what in weights_of(entry):
