@@ -40,9 +40,6 @@ ALLOWED: dict[tuple[str, frozenset[str]], str] = {
         frozenset({"scaled_dot_product_attention", "log_softmax", "cross_entropy_loss"}),
     ): _KERNELS,
     ("fxamp/trust/error/emulation.py", frozenset({"topk", "argmax"})): _CHOICE,
-    (
-        "fxamp/measure/fake_cuda/tally.py", frozenset({"detach", "lift", "new_empty", "_local_scalar_dense", "empty"})
-    ): "what no kernel runs for on a GPU",
 }  # fmt: skip
 
 
