@@ -143,7 +143,7 @@ def test_graphs_are_printed_after_the_pass_that_is_asked_for(here: Path, capsys:
     shown = capsys.readouterr()
     printed = [line for line in shown.err.splitlines() if line.startswith("graph ")]
     assert printed[0].startswith("graph 0 after legalize: number 0, switch 0, field 0, ")
-    assert printed[-1].startswith("graph 0 after eliminate-casts: no_op 0, round_trip 0, share 0")
+    assert printed[-1].startswith("graph 0 after eliminate-casts: no_op 0, round_trip 0, read 0, share 0")
     assert re.search(r"^  \w+: bfloat16 = linear\(to_dtype, ", shown.err, re.MULTILINE)
     assert "after" not in shown.out.partition("Modules")[2]
     assert "Rules that never fired: eliminate-casts/author, eliminate-casts/dtype_argument, " in shown.out
