@@ -146,7 +146,7 @@ def test_an_output_that_a_caller_trains_by_too_is_named_and_nearer_to_the_exact_
     ours, theirs = trained(view), trained(UnderAutocast(model, BF16))
     exact = trained(model.double(), torch.float64)
     assert not torch.equal(ours, theirs)
-    assert (ours - exact).norm() <= (theirs - exact).norm() * 1.05
+    assert (ours - exact).norm() < (theirs - exact).norm()
 
 
 def with_loss(self: Any, x: Tensor) -> Any:

@@ -83,8 +83,8 @@ class Tagger(nn.Module):
 @pytest.mark.parametrize("both", [True, False])
 def test_gradients_of_an_input_of_both_directions_are_autocasts_or_named(both: bool, wide: bool) -> None:
     """Autocast casts an FP32 input for each direction, and sums its gradients in FP32; one cast sums them low."""
-    if not autocast_runs_lstms():
-        pytest.skip("oneDNN has no kernel that trains this layer on this CPU")
+    if wide and not autocast_runs_lstms():
+        pytest.skip("torch.autocast cannot train it on this CPU")
     torch.manual_seed(0)
     model = Tagger(nn.Embedding(20, 8) if wide else nn.Linear(8, 8), both)
     x = torch.randint(20, (6, 3)) if wide else torch.randn(6, 3, 8)

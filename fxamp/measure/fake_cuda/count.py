@@ -60,7 +60,7 @@ def count(
         "build": build, "build_options": dict(build_options or {}), "run": run, "run_options": dict(run_options or {}),
         "steps": steps,
     }  # fmt: skip
-    libraries = [str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"), str(library.library())]
+    libraries = [str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"), str(library.device_library())]
     with tempfile.TemporaryDirectory() as own:
         file = Path(own, "counts.json")
         done = subprocess.run(

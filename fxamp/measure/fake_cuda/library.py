@@ -48,7 +48,7 @@ def compiler() -> str | None:
     return shutil.which(os.environ.get("CXX") or "g++")
 
 
-def library() -> Path:
+def device_library() -> Path:
     """Return the compiled library for this torch, from the user's cache folder if it is there.
 
     Raises:
