@@ -9,13 +9,14 @@
 "eager" runs the graphs of fxamp by the kernels of eager mode, without Inductor and torch's decompositions: O1 promises
 equality there. Where it is not equal, the same is tried by `torch.compile(backend="eager")` under autocast alone, and
 "capture" says that fxamp has the bits of that. Elsewhere the ops at which the plan names deviations are forced into
-autocast's dtype; if everything then is equal, the codes of these deviations are the cause. By default Inductor leaves
-out roundings between two low ops that it fuses; with its exact-numerics options it keeps them. Each architecture runs
-in a process of its own, with a time limit. Low is BF16 unless a way says FP16, the model in training without dropout.
-On a GPU only deterministic kernels are used, so that autocast gives its own bits again. `exact_numerics.md` and
-`exact_numerics.json` (on a GPU `exact_numerics_cuda`) are written beside this file after each one; what they have of
-this torch and machine stays, unless `--only` names it. What is not done in time is not in them, and the next run takes
-it up.
+autocast's dtype; if everything then is equal, the codes of these deviations are the cause. Gradients are those of the
+means of all outputs together, and, where the model returns a loss, of the loss alone too, as in training. By default
+Inductor leaves out roundings between two low ops that it fuses; with its exact-numerics options it keeps them. Each
+architecture runs in a process of its own, with a time limit. Low is BF16 unless a way says FP16, the model in training
+without dropout. On a GPU only deterministic kernels are used, so that autocast gives its own bits again.
+`exact_numerics.md` and `exact_numerics.json` (on a GPU `exact_numerics_cuda`) are written beside this file after each
+one; what they have of this torch and machine stays, unless `--only` names it. What is not done in time is not in them,
+and the next run takes it up.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ sys.path.insert(0, str(HERE.parent))
 
 import fxamp  # noqa: E402  (the path comes first)
 from fxamp.trust.given_step import floats  # noqa: E402
+from passes.contract.reasons import Code  # noqa: E402
 from reports.architectures import ARCHITECTURES, BY_NAME  # noqa: E402
 from reports.baseline import UnderAutocast  # noqa: E402
 from reports.made import made, write  # noqa: E402
@@ -88,13 +90,22 @@ def cpu() -> str:
 
 
 def run(called: Callable[..., Any], model: nn.Module, inputs: dict[str, Any]) -> list[list[Tensor]]:
-    """Run forward and backward, on the same random numbers each time; return outputs in FP32, and gradients."""
+    """Run forward and backward, on the same random numbers each time.
+
+    Return outputs in FP32, gradients of the sum of their means, and gradients of the loss alone, if the model has one.
+    """
     torch.manual_seed(0)
     model.zero_grad(set_to_none=True)
-    outputs = [t.float() for t in floats(called(**inputs))]
+    returned = called(**inputs)
+    outputs = [t.float() for t in floats(returned)]
+    of_loss: list[Tensor] = []
+    if isinstance(loss := getattr(returned, "loss", None), Tensor):
+        trained = [p for p in model.parameters() if p.requires_grad]
+        found = torch.autograd.grad(loss, trained, retain_graph=True, allow_unused=True)
+        of_loss = [g for g in found if g is not None]
     torch.stack([t.mean() for t in outputs if t.requires_grad]).sum().backward()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    return [[t.detach() for t in outputs], gradients]
+    return [[t.detach() for t in outputs], gradients, of_loss]
 
 
 def distance(expected: Sequence[Tensor], got: Sequence[Tensor]) -> float:
@@ -127,8 +138,10 @@ def compare(name: str, ways: Sequence[str], device: str) -> Iterator[tuple[str, 
             yield way, {"failed": _line(error)}
             continue
         equal = _equal(expected, got)
-        distances = [distance(a, b) for a, b in zip(expected, got, strict=True)]
+        distances = [distance(a, b) for a, b in zip(expected[:2], got[:2], strict=True)]
         cell = {"outputs": equal[0], "gradients": equal[1], "distances": distances}
+        if expected[2]:
+            cell["loss"] = equal[2]
         if not all(equal) and how.get("backend") == "eager":
             cell["repeats"] = all(_equal(expected, run(baseline, model, inputs)))
             torch.compiler.reset()
@@ -145,12 +158,18 @@ def _equal(expected: list[list[Tensor]], got: list[list[Tensor]]) -> list[bool]:
 
 
 def _causes(called: Any, model: nn.Module, inputs: dict[str, Any], expected: list[list[Tensor]]) -> list[str]:
-    """Return the codes of the deviations that explain a difference: with their ops forced, everything is equal."""
+    """Return the codes of the deviations that explain a difference: with their ops forced, everything is equal.
+
+    Where outputs that the model reads are the cause, they are handed out in autocast's dtype.
+    """
     plan = fxamp.plan_of(called)
     deviations = plan.deviations
-    forced = {d.op: "fp32" if d.autocast_dtype == "float32" else "low" for d in deviations}
+    forced = {d.op: "fp32" if d.autocast_dtype == "float32" else "low" for d in deviations if d.code != Code.OUTPUT}
     torch.compiler.reset()
-    policy = fxamp.Policy("O1", dtype=plan.policy.dtype, ops=forced)
+    read = any(d.code == Code.OUTPUT for d in deviations)
+    policy = fxamp.Policy(
+        "O1", dtype=plan.policy.dtype, ops=forced, output_dtype="autocast" if read else plan.policy.output_dtype
+    )
     got = run(fxamp.compile(model, policy=policy, backend="eager"), model, inputs)
     return sorted({d.code for d in deviations}) if all(_equal(expected, got)) else []
 
@@ -184,11 +203,14 @@ def to_markdown(data: dict[str, Any]) -> str:
         cells = [row[way] for row in found.values() if way in row]
         counts = [sum(cell.get(what) is True for cell in cells) for what in ("outputs", "gradients", "capture")]
         counts.append(sum(bool(cell.get("codes")) for cell in cells))
+        losses = [cell["loss"] for cell in cells if "loss" in cell]
+        counts.append(f"{sum(losses)} of {len(losses)}")
         close = [sum(_far(cell, i) < FP32_ROUNDING for cell in cells) for i in (0, 1)]
         failed = [cell["failed"].startswith(EAGER) for cell in cells if "failed" in cell]
         rows.append((way, *counts, *close, failed.count(False), failed.count(True), len(cells)))
     headers = (
         "way", "outputs bit-equal", "gradients bit-equal", "not, by capture alone", "not, by code",
+        "gradients of the loss alone bit-equal",
         f"outputs to {FP32_ROUNDING:.0e}", f"gradients to {FP32_ROUNDING:.0e}", "failed", f"{EAGER} failed",
         "architectures",
     )  # fmt: skip

@@ -27,7 +27,7 @@ def main() -> None:
         answer = {"error": str(error)}
     except Exception as error:
         traceback.print_exc()
-        answer = {"error": f"a step of {request['build']!r} raised {in_short(error)}"}
+        answer = {"error": f"a step of {request['build']!r} raised {in_short(error.__cause__ or error)}"}
     file.write_text(json.dumps(answer), encoding="utf-8")
 
 
