@@ -431,10 +431,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "commit": began["commit"], "cpu": cpu(), "threads": torch.get_num_threads(), "rounds": args.rounds,
             "windows": {n: [asdict(time) for time in times] for n, (_, times) in measured.items()},
         }  # fmt: skip
-    for name in args.models:
+    text = write(args.folder, "compiled_step", found, to_markdown(found)) if measured else ""
+    for name in args.models:  # written after each, so that a later one that fails loses nothing
         rows = {variant: asdict(counts) for variant, counts in on_gpu(name).items()}
         found.setdefault("gpu", {})[name] = {"commit": began["commit"], "torch": torch.__version__, "rows": rows}
-    print(write(args.folder, "compiled_step", found, to_markdown(found)))
+        text = write(args.folder, "compiled_step", found, to_markdown(found))
+    print(text)
 
 
 if __name__ == "__main__":
