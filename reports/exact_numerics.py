@@ -201,7 +201,8 @@ def to_markdown(data: dict[str, Any]) -> str:
     ways = [way for way in WAYS if any(way in row for row in found.values())]
     for way in ways:
         cells = [row[way] for row in found.values() if way in row]
-        counts: list[Any] = [sum(cell.get(what) is True for cell in cells) for what in ("outputs", "gradients", "capture")]
+        equal = ("outputs", "gradients", "capture")
+        counts: list[Any] = [sum(cell.get(what) is True for cell in cells) for what in equal]
         counts.append(sum(bool(cell.get("codes")) for cell in cells))
         losses = [cell["loss"] for cell in cells if "loss" in cell]
         counts.append(f"{sum(losses)} of {len(losses)}")
