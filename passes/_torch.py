@@ -17,12 +17,14 @@ import operator
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
 import torch
 from torch import nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch._jit_internal import boolean_dispatched as boolean_dispatched
 from torch._library.custom_ops import _maybe_get_opdef
 from torch._logging._internal import trace_structured
@@ -54,6 +56,7 @@ current_autograd_node = torch._C._current_autograd_node  # that is running in th
 sequence_number = torch._C._autograd._get_sequence_nr  # that autograd will give to the next op that this thread records
 is_transformed = torch._C._functorch.is_functorch_wrapped_tensor  # whether a transform of `torch.func` wraps a tensor
 in_transform = torch._C._are_functorch_transforms_active  # whether a transform of `torch.func`, as vmap, is running
+python_kernels = enable_python_dispatcher  # inside it composites run by the kernels that torch has in Python
 without_modes = _disable_current_modes  # inside a trace too tensors are then real, and nothing is recorded
 is_traced_by_fx = torch.fx._symbolic_trace.is_fx_symbolic_tracing  # whether `torch.fx.symbolic_trace` is running
 is_traced_by_jit: Any = torch.jit.is_tracing  # type: ignore[attr-defined]  # whether `torch.jit.trace` is running
@@ -231,6 +234,41 @@ def is_composite(op: OpOverload) -> bool:
     """Say whether torch decomposes an op before autograd sees it (CompositeImplicitAutograd)."""
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
+
+
+_PLAIN = {torch.Tensor, nn.Parameter, FakeTensor}
+_fake_kernel: ContextVar[Callable[..., Any] | None] = ContextVar("fake kernel", default=None)
+
+
+@contextlib.contextmanager
+def fakes_by(kernel: Callable[..., Any], composites: tuple[OpOverload, ...]) -> Iterator[None]:
+    """Inside this context, have fake tensors run composites by a kernel that gives what their decomposition gives.
+
+    It is called with the decomposition and the arguments. A trace of what the composite calls, as a compiler makes it,
+    still sees all of that: only where no dispatch mode looks on does the kernel run. Torch registers the sizes and
+    dtypes of no composite, and runs its Python kernel under the Python dispatcher, which is on while Dynamo traces.
+    """
+    for op in composites:
+        _prepare_for_fakes(op)
+    token = _fake_kernel.set(kernel)
+    try:
+        yield
+    finally:
+        _fake_kernel.reset(token)
+
+
+@functools.cache
+def _prepare_for_fakes(op: OpOverload) -> None:
+    importlib.import_module("torch._decomp.decompositions")  # it registers the kernels in Python
+
+    def chosen(whole: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        kernel, modes = _fake_kernel.get(), dispatch_modes()
+        kinds = {type(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        fake = bool(modes) and all(isinstance(mode, FakeTensorMode) for mode in modes) and kinds <= _PLAIN
+        return whole(*args, **kwargs) if kernel is None or not fake else kernel(whole, *args, **kwargs)
+
+    op.py_kernels.update({key: functools.partial(chosen, whole) for key, whole in op.py_kernels.items()})
+    op._dispatch_cache.clear()
 
 
 def storage_id(tensor: torch.Tensor) -> int:

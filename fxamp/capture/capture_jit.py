@@ -35,6 +35,7 @@ from passes.graph.values import (
     retyped,
 )
 from passes.ops import ops
+from passes.ops.facts import rule_of
 from passes.ops.rules import COMPOSITE, row_of
 
 from .own_dtypes import own_dtypes, seen_dtypes, without_low
@@ -206,8 +207,8 @@ class _Description:
         If the policy asks for it, so are an op without a rule, and a recurrent layer, which is not to be unrolled.
         """
         asked = self.policy.unknown_ops == "autocast"
-        row = row_of(node)
-        whole = row.recurrent and row.kind(str(self.policy.device)) == COMPOSITE
+        row, kind = rule_of(node, str(self.policy.device))
+        whole = row.recurrent and kind == COMPOSITE
         traced = self.ambient and self.policy.level.rounds
         return traced and (_is_opaque(node) or (asked and (not row.known or whole)))
 

@@ -32,6 +32,7 @@ from passes._torch import (
     enter_autocast,
     exit_autocast,
     flat_by,
+    python_kernels,
     pytree,
     quiet_fakes,
     runs_its_forward_alone,
@@ -45,6 +46,7 @@ from passes.contract.policy import Policy
 from passes.graph.bodies import copy_body, put_in_place
 from passes.graph.grad import SWITCHES
 from passes.graph.notes import is_inserted, note, note_of
+from passes.graph.recurrence import fakes_of_one_step
 from passes.ops import ops
 from passes.ops.rules import row_of
 from passes.runtime.regions import grad_mode
@@ -348,7 +350,8 @@ class _Propagation(FakeTensorProp):
         return super().call_function(target, args, kwargs)
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return self.whole[target](*args, **kwargs)
+        with fakes_of_one_step(), python_kernels():
+            return self.whole[target](*args, **kwargs)
 
 
 def flat_inputs(made: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

@@ -54,6 +54,7 @@ from passes.contract.errors import CaptureError, FxampError, PolicyError, in_sho
 from passes.contract.plan import CERTIFICATE, Plan
 from passes.contract.policy import Override, Policy, nearest
 from passes.contract.reasons import Code
+from passes.graph.recurrence import fakes_of_one_step
 from passes.runtime.regions import ModesKeptOnError
 
 from ..capture import recompile_limit
@@ -124,7 +125,8 @@ class Runner:
         self._settings: dict[str, Any] = {} if LIMIT_IS_ARGUMENT else {"recompile_limit": LIMIT}
         if on_change == "error":
             self._settings["error_on_recompile"] = True
-        if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        self._recurs = any(isinstance(module, nn.RNNBase) for module in model.modules())
+        if self._recurs:
             self._settings["allow_rnn"] = True  # or Dynamo leaves what calls a recurrent layer to Python
             leave_padding_to_python()
         if not fullgraph and _reads_numpy(model):
@@ -312,6 +314,8 @@ class Runner:
             change = {**change, "optimize_ddp": False}  # gradients of single ops leave early without a split
         if change:
             around.append(dynamo_settings(change))
+        if self._recurs:
+            around.append(fakes_of_one_step())
         return around
 
     def _traced(self, function: Function, call: Call) -> tuple[Function, Any]:

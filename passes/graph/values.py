@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -21,6 +21,7 @@ from ..contract.policy import type_names
 from ..ops import ops
 from ..ops.rules import row_of
 from ..runtime.casts import ELIGIBLE as ELIGIBLE
+from .recurrence import first_step
 
 LOW_DTYPES = (torch.float16, torch.bfloat16)
 _FRAME = re.compile(r'File "(.*)", line (\d+)')
@@ -238,7 +239,7 @@ class Inference:
 
         try:
             with quiet_fakes(), self._mode, torch.no_grad():
-                return dtypes_of(run(node, fake))
+                return dtypes_of(run_first_step(node, fake))
         except Exception:
             ran = {d for n in node.all_input_nodes if (d := dtype_of(n)) in ELIGIBLE}
             if not row_of(node).recurrent or len(ran) != 1:
@@ -248,7 +249,19 @@ class Inference:
 
 def run(node: Node, value_of: Callable[[Node], Any]) -> Any:
     """Run the op of a call on these values of its operands."""
+    return _call(node, *torch.fx.map_arg((node.args, dict(node.kwargs)), value_of))
+
+
+def run_first_step(node: Node, value_of: Callable[[Node], Any]) -> Any:
+    """Run the op of a call as `run` does, but a recurrence over its first time step alone, which is like all others."""
+    args: Any
     args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), value_of)
+    if row_of(node).recurrent and "batch_first" in ops.names_of(node):
+        args = (first_step(args[0], bool(ops.argument(node, "batch_first"))), *args[1:])
+    return _call(node, args, kwargs)
+
+
+def _call(node: Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     target: Any = node.target
     if node.op == "call_method":
         return getattr(args[0], target)(*args[1:], **kwargs)

@@ -18,7 +18,7 @@ from ..._torch import pytree
 from ...contract.devices import DEVICES
 from ...contract.errors import PolicyError
 from ...graph.aliases import may_write
-from ...graph.values import ELIGIBLE, concrete, described, run
+from ...graph.values import ELIGIBLE, concrete, described, run_first_step
 from ...ops import ops
 from ...ops.facts import lacks_low
 from ...ops.rules import Rule, is_registered
@@ -98,4 +98,4 @@ def _values(node: Node, dtype_of: Callable[[Node], torch.dtype | None], number: 
 
 def _call(node: Node, values: dict[Node, object]) -> None:
     with torch.random.fork_rng(), torch.no_grad():
-        run(node, values.__getitem__)
+        run_first_step(node, values.__getitem__)
