@@ -23,7 +23,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from passes import compile_graph
 from passes._torch import FakeTensor, inner_backend, is_number_input, on_recompile_limit, trace_artifact
-from passes.contract.costs import Penalties, Timer
+from passes.contract.costs import CostModel
 from passes.contract.errors import PolicyError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy, check_used, nearest, type_names
@@ -254,7 +254,7 @@ def rewrite(
     gm: GraphModule, example_inputs: list[Any], policy: Policy, *,
     runs_on: str | None = None, in_region: bool = False,
     replayed: Callable[[Graph], tuple[Plan | None, bool]] | None = None,
-    timer: Timer | None = None, penalties: Penalties | None = None,
+    costs: CostModel | None = None,
 ) -> tuple[compiled.Converted, dict[int, torch.dtype]]:  # fmt: skip
     """Convert a graph from Dynamo, in place; return the decisions, and the outputs' dtypes in the model itself.
 
@@ -297,7 +297,7 @@ def rewrite(
     given_plan, exact = (None, True) if replayed is None else replayed(gm.graph)
     plan = compile_graph(
         gm.graph, resolved, functools.partial(attribute_of, gm), capture="dynamo", notes=notes, under_autocast=under,
-        plan=given_plan, exact=exact, timer=timer, penalties=penalties,
+        plan=given_plan, exact=exact, costs=costs,
     )  # fmt: skip
     for node in gm.graph.nodes:
         if "val" in node.meta:

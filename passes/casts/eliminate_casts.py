@@ -29,7 +29,7 @@ from torch.fx import Graph, Node
 
 from ..form import Assignment, Ensures, Unit
 from ..graph.aliases import Aliases, may_alias
-from ..graph.grad import grad_modes, requires_grad, shares_cast, shares_storage
+from ..graph.grad import grad_modes, requires_grad, shares_cast, shares_storage, what_it_reads
 from ..graph.notes import CLAMP_OPERAND, READ_OUTPUT, is_inserted, note, note_of
 from ..graph.values import LOW_DTYPES, literal_dtype
 from ..ops import ops
@@ -146,9 +146,7 @@ def _share(graph: Graph, assignment: Assignment, mode: str) -> int:
 
 def _what_is_cast(cast: Node) -> tuple[Any, ...]:
     """Return a key that is equal for two casts that do the same: the value, and the dtype."""
-    value: Any = cast.args[0]
-    attribute = value.op == "get_attr" or note_of(value).role == "parameter"  # a front end may read one twice
-    return value.target if attribute else value, literal_dtype(cast)
+    return what_it_reads(cast.all_input_nodes[0]), literal_dtype(cast)
 
 
 def _is_plain(node: Node) -> bool:

@@ -36,6 +36,7 @@ from passes.assign.place import choose_storage as placing
 from passes.assign.place.costs import ByteCosts
 from passes.assign.place.cut import Problem, Variable, solve
 from passes.assign.place.problem import Uses, _returned
+from passes.contract.costs import Run
 from passes.contract.policy import Policy
 from passes.graph.grad import requires_grad
 from passes.graph.notes import is_inserted, note
@@ -188,20 +189,20 @@ def moved(gm: GraphModule, free: tuple[str, ...], plain: frozenset[str] = frozen
     `plain` names ops that count as if they ran in FP32: those whose result leaves the graph.
     """
     grad = requires_grad(gm.graph)
-    costs, total = ByteCosts("cpu", grad), 0
+    costs, total = ByteCosts("cpu"), 0
     for node in gm.graph.nodes:
         value = node.meta.get("val")
         read = row_of(node).is_cast and node.name in free and node.args[0].meta["val"].dtype != value.dtype
         if node.op == "call_function" and (is_inserted(node) or read):
-            of_both = costs.cast(node.args[0])
-            total += of_both // 2 if node.target is again else of_both  # what shares a storage casts the gradient only
+            # What shares a storage casts the gradient only.
+            total += costs.cast(node.args[0]) * (1 if node.target is again else 1 + (node.args[0] in grad))
         elif node.name in free:
-            total += costs.run(node, 4 if node.name in plain else value.dtype.itemsize)
+            total += costs.run(Run(node, torch.float32 if node.name in plain else value.dtype, {}), grad)
         if node.op == "call_function" and not is_inserted(node) and value.dtype == torch.float32:
             for o in ops.operands(node):  # what it casts up by itself has its gradient cast down
                 low = getattr(o.node.meta.get("val"), "dtype", None) in (torch.bfloat16, torch.float16)
                 if low and o.node in grad and _absorbs(node):
-                    total += costs.cast(o.node) // 2
+                    total += costs.cast(o.node)
     return total
 
 

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 import fxamp
 from fxamp.view.view import runner_of
-from passes import compile_graph
+from passes import ByteCosts, Penalties, compile_graph
 from passes.assign.place import choose_storage as placing
-from passes.contract.costs import Penalties
 from passes.contract.errors import VerificationError
 from passes.graph.notes import is_inserted, note
 from reports.baseline import UnderAutocast
@@ -300,7 +299,7 @@ def test_penalties_move_a_value_to_fp32_where_they_outweigh_its_casts() -> None:
 
     def colours(values: dict[str, float], casts: dict[tuple[str, str], float]) -> dict[str, str]:
         view = fxamp.convert(Net(between), policy="O2,dtype=bf16")
-        runner_of(view).penalties = Penalties(values, casts)
+        runner_of(view).costs = Penalties(ByteCosts("cpu"), values, casts)
         view(X)
         return {d.key: d.colour for d in fxamp.plan_of(view).decisions}
 
