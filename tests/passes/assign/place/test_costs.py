@@ -266,7 +266,7 @@ class Answers:
     ("prices", "words"),
     [
         (lambda nodes, nets: Prices([(0, -1)] * len(nodes), []), "prices tanh at -1: a price is an integer"),
-        (lambda nodes, nets: Prices([(0.5, 0)] * len(nodes), []), "prices tanh at 0.5: a price is an integer"),
+        (lambda nodes, nets: Prices([(0.5, 0)] * len(nodes), []), "prices tanh at 0.5: a price is an integer"),  # type: ignore[list-item]
         (lambda nodes, nets: Prices([(True, 0)] * len(nodes), []), "prices tanh at True: a price is an integer"),
         (lambda nodes, nets: Prices([(0, 0)] * len(nodes), [n.at(-2, 0) for n in nets]), "prices .* at -2: a price"),
         (lambda nodes, nets: Prices([], []), "prices 0 of 2 nodes: each has a pair"),

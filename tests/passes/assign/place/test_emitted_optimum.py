@@ -54,11 +54,11 @@ MOST = 10  # free nodes of a graph, all of whose placements are emitted
 class Draw:
     """A random graph over matrices of one size: products, elementwise ops, norms, sums, comparisons and joins.
 
-    With `reads`, also casts to a dtype that the author's code reads, which is low under autocast. With `anew`, also
-    parameters that are read by a node of their own each time, as symbolic tracing has them.
+    With "reads", also casts to a dtype that the author's code reads, which is low under autocast. With "anew", also
+    a parameter that is read by another node each time, as in symbolic tracing.
     """
 
-    def __init__(self, seed: int, *, reads: bool = False, anew: bool = False) -> None:
+    def __init__(self, seed: int, more: str = "") -> None:
         self.rng, self.builder = random.Random(seed), Builder()
         self.rows = self.rng.choice([16, 512, 4096])
         self.columns = 256
@@ -66,8 +66,8 @@ class Draw:
         self.values = [self.builder.input(f"x{i}", (self.rows, self.columns)) for i in range(2)]
         self.values.append(self.product(self.values[0]))
         moves = [self.product, self.one, self.one, self.two, self.two, self.two, self.norm, self.chosen, self.summed]
-        moves += [self.restored] * 3 if reads else []
-        moves += [self.scaled] * 6 if anew else []
+        moves += [self.restored] * 3 if more == "reads" else []
+        moves += [self.scaled] * 6 if more == "anew" else []
         self.gain = nn.Parameter(torch.empty(self.rows, self.columns), requires_grad=self.trains)
         for _ in range(self.rng.randrange(4, 11)):
             self.values.append(self.rng.choice(moves)(self.rng.choice(self.values[-4:])))
@@ -229,9 +229,9 @@ class Result:
     mixed: bool
 
 
-def judged(seed: int, level: str = "O2", **more: bool) -> Result | None:
-    policy = Policy(level, dtype=torch.bfloat16, device="cpu")
-    gm = Draw(seed, **more).module()
+def judged(seed: int, more: str = "") -> Result | None:
+    policy = Policy("O2", dtype=torch.bfloat16, device="cpu")
+    gm = Draw(seed, more).module()
     found = posed(gm, policy)
     if found is None or len(found.free) > MOST:
         return None
@@ -257,7 +257,7 @@ def test_the_cut_moves_what_the_best_placement_moves(mode: str, more: str, monke
     monkeypatch.setattr(Policy, "sharing", mode)
     monkeypatch.setattr(sys.modules[__name__], "MOST", 6)  # free nodes: each more doubles the placements
     seeds = range(8 if more == "anew" else 10)  # in the ninth an output is read, by casts that no net has
-    results = [r for seed in seeds if (r := judged(seed, **{more: True} if more else {})) is not None]
+    results = [r for seed in seeds if (r := judged(seed, more)) is not None]
     assert len(results) > 3
     assert [r for r in results if r.chosen != r.best] == []
 
