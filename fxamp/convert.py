@@ -23,7 +23,7 @@ from .capture.emitted import record_on
 from .capture.given import convert_given, store_low
 from .capture.inputs import Inputs, as_inputs, resolve
 from .capture.parameters import only_read
-from .measure.fastest import fastest_plan, op_timer
+from .measure.fastest import fastest_plan, measured_costs
 from .trust.calibration import Calibration
 from .view.graphs import graphs_of
 from .view.graphs import plan_of as plan_of_view
@@ -199,10 +199,10 @@ def _graph(
             raise PolicyError(f"{name}= is for a module; a {kind} is a graph already, and is only converted.")
     if weights not in ("fp32", "low"):
         raise PolicyError(f"weights is 'fp32' or 'low', not {weights!r}.")
-    timer = None
+    costs = None
     if policy.cost == "measured" and replayed is None:
-        timer = op_timer(policy, model.module() if isinstance(model, ExportedProgram) else model, inputs)
-    made = convert_given(model, inputs, policy, replayed, timer=timer)
+        costs = measured_costs(policy, model.module() if isinstance(model, ExportedProgram) else model, inputs)
+    made = convert_given(model, inputs, policy, replayed, costs=costs)
     if weights == "low":
         store_low(made)
     return made
@@ -225,7 +225,7 @@ def _view(
     view = make_view(model, policy, **{**settings, "replayed": replayed})
     measured = policy.cost == "measured" and replayed is None
     if measured:
-        runner_of(view).timer = op_timer(policy, model, inputs)
+        runner_of(view).costs = measured_costs(policy, model, inputs)
     if inputs is not None:
         capture_view(runner_of(view), *inputs, check)
     if not measured or inputs is None:

@@ -1,15 +1,24 @@
 """The compiler: a captured graph in, a mixed-precision graph and its plan out. `compile_graph` is the only entry point.
 
-`watched` lets a caller observe the passes, and `NAMES` are their names.
+`Pipeline` is the order of the passes, `watched` lets a caller observe them, and `NAMES` are their names. The others are
+cost models.
 Imports torch and networkx, never fxamp; `fxamp` re-exports its public names.
 """
 
 from __future__ import annotations
 
+from .assign.place.costs import ByteCosts as ByteCosts
+from .assign.place.costs import Frequencies as Frequencies
+from .assign.place.costs import MeasuredCosts as MeasuredCosts
+from .assign.place.costs import Penalties as Penalties
 from .pipeline import NAMES as NAMES
+from .pipeline import Pipeline as Pipeline
 from .pipeline import compile_graph as compile_graph
 from .watch import Printed as Printed
 from .watch import Timed as Timed
 from .watch import watched as watched
 
-__all__ = ["NAMES", "Printed", "Timed", "compile_graph", "watched"]
+__all__ = [
+    "NAMES", "ByteCosts", "Frequencies", "MeasuredCosts", "Penalties", "Pipeline", "Printed", "Timed", "compile_graph",
+    "watched",
+]  # fmt: skip

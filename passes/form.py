@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch.fx import Graph, Node
 
+from .contract.errors import PolicyError
 from .contract.plan import Decision
 from .contract.reasons import Reason
 from .graph.bodies import Border
@@ -70,6 +71,7 @@ class Assignment:
         bodies: the simulations of the bodies of higher-order ops, which their own passes carry out.
         autocast: the dtype that autocast runs each node of `colours` in.
         decisions: the colours in the form of the plan.
+        timings: nanoseconds that the cost model measured, by key of the call.
     """
 
     colours: Colours
@@ -81,6 +83,7 @@ class Assignment:
     bodies: Mapping[Node, Any] = field(default_factory=dict)
     autocast: Mapping[Node, torch.dtype] = field(default_factory=dict)
     decisions: tuple[Decision, ...] = ()
+    timings: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def widened(self) -> list[Node]:
@@ -119,8 +122,11 @@ class Unit:
 
     @property
     def decided(self) -> Assignment:
-        """The assignment, which exists once AssignPrecision has run."""
-        assert self.assignment is not None, "dtypes are not assigned yet: AssignPrecision runs later"
+        """The assignment, which exists once the decision of the pipeline has run."""
+        if self.assignment is None:
+            raise PolicyError(
+                "nothing is decided on this graph: the pass `decide` of a pipeline returns an Assignment."
+            )
         return self.assignment
 
 

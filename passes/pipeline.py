@@ -1,6 +1,6 @@
 """The passes, in order: a captured graph in, a mixed-precision graph and its plan out.
 
-`preparing`, AssignPrecision and `rewriting` are their table of contents. What happens between two passes, verification
+`Pipeline.of` is their table of contents. What happens between two passes, verification
 above all, is in `watch.py`. The bodies of higher-order ops go through the same passes as the graph around them.
 """
 
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.fx import Graph
@@ -20,8 +20,8 @@ from .casts.eliminate_casts import EliminateCasts
 from .casts.insert_casts import CAST_REWRITES, InsertCasts
 from .casts.run_under_autocast import RunUnderAutocast
 from .casts.verify import verify
-from .contract.costs import Call, Penalties, Timer
-from .contract.errors import PlanError, VerificationError
+from .contract.costs import CostModel
+from .contract.errors import PlanError, PolicyError, VerificationError
 from .contract.plan import Plan
 from .contract.plan_format import REMEDY
 from .contract.policy import Policy, check_used
@@ -36,21 +36,50 @@ from .ops.rules import COMPOSITE
 from .runtime.casts import again
 from .watch import watchers
 
-__all__ = ["NAMES", "compile_graph"]
+__all__ = ["NAMES", "Pipeline", "compile_graph"]
 
 
-def preparing(policy: Policy) -> tuple[Pass, ...]:
-    """Return the passes that come before any decision, and run over all graphs of a model first."""
-    return (Legalize(policy),) if policy.level.rounds else ()
+@dataclass(frozen=True)
+class Pipeline:
+    """The passes, in order.
+
+    Attributes:
+        prepare: run over all graphs of a model before anything is decided.
+        decide: returns the Assignment of a graph.
+        rewrite: carry out on each graph what was decided on it.
+
+    Raises:
+        PolicyError: there is no decision.
+    """
+
+    prepare: tuple[Pass, ...]
+    decide: Pass
+    rewrite: tuple[Pass, ...]
+
+    def __post_init__(self) -> None:
+        if not callable(self.decide):
+            raise PolicyError(
+                f"a pipeline needs a pass that decides the dtype of each node, and decide={self.decide!r} is none: "
+                "take AssignPrecision, as Pipeline.of(policy).decide is."
+            )
+
+    @staticmethod
+    def of(policy: Policy, plan: Plan | None = None, exact: bool = True, costs: CostModel | None = None) -> Pipeline:
+        """Return the default for a policy; the arguments are those of `compile_graph`."""
+        eliminate = EliminateCasts(policy.sharing, policy.device or "cpu")
+        return Pipeline(
+            prepare=(Legalize(policy),) if policy.level.rounds else (),
+            decide=AssignPrecision(policy, plan, exact, costs),
+            rewrite=(InsertCasts(), eliminate, RunUnderAutocast(policy), Annotate()),
+        )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the passes."""
+        return tuple(step.name for step in (*self.prepare, self.decide, *self.rewrite))
 
 
-def rewriting(policy: Policy) -> tuple[Pass, ...]:
-    """Return the passes that carry out what AssignPrecision has decided."""
-    eliminate = EliminateCasts(policy.sharing, policy.device or "cpu")
-    return (InsertCasts(), eliminate, RunUnderAutocast(policy), Annotate())
-
-
-NAMES = tuple(step.name for step in (*preparing(Policy()), AssignPrecision(Policy()), *rewriting(Policy())))
+NAMES = Pipeline.of(Policy()).names
 
 
 def compile_graph(
@@ -62,8 +91,8 @@ def compile_graph(
     notes: tuple[str, ...] = (),
     plan: Plan | None = None,
     exact: bool = True,
-    timer: Timer | None = None,
-    penalties: Penalties | None = None,
+    costs: CostModel | None = None,
+    pipeline: Pipeline | None = None,
     under_autocast: bool = False,
 ) -> Plan:
     """Run every pass over a graph, in order, in place; return what was decided.
@@ -76,42 +105,41 @@ def compile_graph(
         notes: what capture has to say, for the plan.
         plan: the plan to carry out instead of deciding.
         exact: the plan is of this very graph, and must fit it; False for one of the same model in another state.
-        timer: measures calls, for cost="measured".
-        penalties: what errors cost beside bytes, for a plan within a budget.
+        costs: prices what the cut chooses among; None counts bytes.
+        pipeline: the passes, in the place of the default, whose decision has a plan and costs of its own.
         under_autocast: the graph is called under autocast, and so is what reads its outputs, which therefore keep the
             dtypes that autocast gives them; unless the level is O0.
 
     Raises:
         PolicyError: the policy does not fit the graph: an override matches nothing, or two contradict each other; an op
-            is banned or, with unknown_ops="error", unknown; costs are to be measured, but nothing can be run.
+            is banned or, with unknown_ops="error", unknown; costs are to be measured, but nothing can be run; prices
+            are negative or no integers; a pipeline decides nothing, or is given beside a plan or costs.
         PlanError: the plan does not fit the graph, or stores a value low that a reader needs in FP32.
         VerificationError: a pass went wrong; the graph is not to be used.
     """
+    if pipeline is not None and (plan is not None or costs is not None):
+        raise PolicyError("a pipeline decides by a plan and costs of its own: give them to Pipeline.of.")
+    steps = pipeline or Pipeline.of(policy, plan, exact, costs)
     with no_autocast():
         verify(graph)
         edits: Counter[str] = Counter()
-        _prepare(Unit(graph, attribute), preparing(policy), edits, set())
+        _prepare(Unit(graph, attribute), steps.prepare, edits, set())
         bodies = bodies_of(graph, attribute) if policy.level.rounds else {}
         if capture != "dynamo":  # an override has to match in only one of several graphs
             every = all_graphs(graph, bodies)
             stacks = {n: s for g in every for n, s in module_types(g).items()}
             named = [k for g in every for k in keys(g.nodes).values()]
             check_used(policy, stacks.values(), (*(ops.name(n) for n in stacks), *named))
-        timings = {} if plan is None else dict(plan.timings)
-
-        def timed(calls: Sequence[Call]) -> Mapping[Call, int]:
-            times = timer(calls) if timer is not None else {}
-            timings.update({call.key: nanoseconds for call, nanoseconds in times.items()})
-            return times
-
         original = policy.output_dtype == "original"
         autocasts = policy.level.rounds and (policy.output_dtype == "autocast" or (original and under_autocast))
         outermost = Unit(graph, attribute, Border({}, original, autocasts, bodies))
-        decide = AssignPrecision(policy, plan, exact, None if timer is None else timed, penalties)
-        units = _compiled(outermost, (decide, *rewriting(policy)), edits, {})
+        units = _compiled(outermost, (steps.decide, *steps.rewrite), edits, {})
     if plan is not None and exact and any(d.graph >= len(units) for d in plan.decisions):
         raise PlanError(f"the plan has more graphs than the {len(units)} of this model; {REMEDY}")
-    return replace(_plan_of(policy, capture, notes, units, edits), timings=timings)
+    timings = [{} if plan is None else plan.timings, *(unit.decided.timings for unit in units)]
+    return replace(
+        _plan_of(policy, capture, notes, units, edits), timings={k: t for each in timings for k, t in each.items()}
+    )
 
 
 def _prepare(unit: Unit, steps: Sequence[Pass], edits: Counter[str], done: set[Graph]) -> None:

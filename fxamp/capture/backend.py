@@ -21,9 +21,8 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from passes import compile_graph
 from passes._torch import FakeTensor, inner_backend, is_number_input, on_recompile_limit, trace_artifact
-from passes.contract.costs import Penalties, Timer
+from passes.contract.costs import CostModel
 from passes.contract.errors import PolicyError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy, check_used, nearest, type_names
@@ -39,6 +38,7 @@ from passes.runtime.regions import recompute
 from ..trust.watch import node_by_node
 from . import compiled, recompile_limit
 from .capture_jit import ambient_dtype, attribute_of, describe, is_attribute, is_held, is_returned, parameter_path
+from .described import Described
 from .emitted import at_call
 from .inputs import first_device
 from .outputs import low_of_its_own, note_leaving
@@ -254,7 +254,7 @@ def rewrite(
     gm: GraphModule, example_inputs: list[Any], policy: Policy, *,
     runs_on: str | None = None, in_region: bool = False,
     replayed: Callable[[Graph], tuple[Plan | None, bool]] | None = None,
-    timer: Timer | None = None, penalties: Penalties | None = None,
+    costs: CostModel | None = None,
 ) -> tuple[compiled.Converted, dict[int, torch.dtype]]:  # fmt: skip
     """Convert a graph from Dynamo, in place; return the decisions, and the outputs' dtypes in the model itself.
 
@@ -295,10 +295,8 @@ def rewrite(
     if not under and policy.level.rounds:
         notes = (*notes, _WITHOUT_AUTOCAST)
     given_plan, exact = (None, True) if replayed is None else replayed(gm.graph)
-    plan = compile_graph(
-        gm.graph, resolved, functools.partial(attribute_of, gm), capture="dynamo", notes=notes, under_autocast=under,
-        plan=given_plan, exact=exact, timer=timer, penalties=penalties,
-    )  # fmt: skip
+    described = Described(compiled.copied(gm), resolved, notes, under)
+    plan = described.compile(gm, plan=given_plan, exact=exact, costs=costs)
     for node in gm.graph.nodes:
         if "val" in node.meta:
             node.meta["example_value"] = node.meta["val"]
@@ -306,7 +304,7 @@ def rewrite(
     on_recompile_limit(recompile_limit.notice)
     trace_artifact("fxamp_precision", functools.partial(_record_of, plan))
     converted = compiled.converted_of(gm, plan, example_inputs, found, autocast=under)
-    return replace(converted, read=read), outputs
+    return replace(converted, read=read, described=described), outputs
 
 
 def _record_of(plan: Plan) -> str:

@@ -12,7 +12,7 @@ import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from torch.fx.node import map_aggregate
 from torch.utils.weak import WeakIdKeyDictionary
 
 from passes._torch import NUMBERS, FakeTensor, codegen_of, compiled_call, is_number_input, original_of, pytree
+from passes.contract.costs import CostModel
 from passes.contract.errors import CaptureError, PolicyError
 from passes.contract.plan import Decision, Plan, sums
 from passes.contract.policy import module_override
@@ -35,6 +36,9 @@ from .recompile_limit import anywhere, reached
 from .scope import Scope
 from .scope import scope as current_scope
 
+if TYPE_CHECKING:
+    from .described import Described
+
 
 @dataclass(frozen=True)
 class Converted:
@@ -48,6 +52,7 @@ class Converted:
         broke: where and why Dynamo ended the graph early, "" when it did not.
         autocast: it was captured under autocast.
         read: the places of the outputs from which others are computed.
+        described: the graph before the passes, if it is kept.
     """
 
     graph: GraphModule
@@ -57,6 +62,11 @@ class Converted:
     broke: str = ""
     autocast: bool = False
     read: tuple[int, ...] = ()
+    described: Described | None = None
+
+    def under(self, costs: CostModel | None) -> Plan:
+        """Return what is decided under other costs; None for the plan that is carried out."""
+        return self.plan if costs is None or self.described is None else self.described.plan(costs)
 
     @property
     def paths(self) -> dict[int, str]:

@@ -38,7 +38,7 @@ from passes._torch import (
     runs_its_forward_alone,
     without_transforms,
 )
-from passes.contract.costs import Timer
+from passes.contract.costs import CostModel
 from passes.contract.errors import CaptureError, PlanError, in_short
 from passes.contract.plan import Plan
 from passes.contract.plan_format import REMEDY
@@ -61,7 +61,7 @@ from .parameters import opaque_parameters, refuse_low_parameters
 
 def convert_given(
     given: GraphModule | ExportedProgram, inputs: Inputs | None, policy: Policy, replayed: Plan | None = None, *,
-    timer: Timer | None = None,
+    costs: CostModel | None = None,
 ) -> GraphModule:  # fmt: skip
     """Convert a graph, which is not changed; an ExportedProgram keeps the mode that it was exported in.
 
@@ -83,7 +83,7 @@ def convert_given(
     notes = (*refuse_low_parameters(named.items(), made.training), *opaque_parameters(named.items()))
     plan = compile_graph(
         made.graph, settled, functools.partial(attribute_of, made), capture="graph", notes=notes, plan=replayed,
-        timer=timer,
+        costs=costs,
     )  # fmt: skip
     if isinstance(given, ExportedProgram):
         _check_sizes_first(made, given)

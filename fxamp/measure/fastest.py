@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from passes import MeasuredCosts
 from passes._torch import pytree
-from passes.contract.costs import Timer
+from passes.contract.costs import CostModel
 from passes.contract.devices import DEVICES
 from passes.contract.errors import PolicyError
 from passes.contract.levels import Level
@@ -44,8 +45,8 @@ ROUNDS = (5, 100)  # at least and at most
 NOISE = 1.01  # steps whose times differ by less than this factor count as equally fast
 
 
-def op_timer(policy: Policy, model: nn.Module, inputs: Inputs | None) -> OpTimer:
-    """Return what measures calls on the device of a policy; raise PolicyError where nothing can be run."""
+def measured_costs(policy: Policy, model: nn.Module, inputs: Inputs | None) -> MeasuredCosts:
+    """Return costs as measured on the device of a policy; raise PolicyError where nothing can be run."""
     device = str(resolve(policy, model, inputs).device)
     instead = "or choose cost='bytes', the default"
     if inputs is None:
@@ -64,7 +65,7 @@ def op_timer(policy: Policy, model: nn.Module, inputs: Inputs | None) -> OpTimer
             f"cost='measured' runs the model on '{device}', and the model is on '{homes[0]}': move model and "
             f"inputs to '{device}' before converting, {instead}."
         )
-    return OpTimer(device)
+    return MeasuredCosts(device, OpTimer(device))
 
 
 def fastest_plan(view: Any, inputs: Inputs) -> Plan:
@@ -75,7 +76,7 @@ def fastest_plan(view: Any, inputs: Inputs) -> Plan:
         return plan_of(runner)
     rivals: dict[str, Any] = {"O2": view}
     with contextlib.suppress(PolicyError):  # an override may name an op that only the graph of O2 has
-        rivals["O1"] = _captured(model, replace(policy, level=Level.O1), inputs, runner.timer)
+        rivals["O1"] = _captured(model, replace(policy, level=Level.O1), inputs, runner.costs)
     forced_low = any(colour == "low" for _, colour in (*policy.modules, *policy.ops))  # O0 ignores these
     if not forced_low:
         rivals["FP32"] = _captured(model, replace(policy, level=Level.O0, modules=(), ops=()), inputs, None)
@@ -86,9 +87,9 @@ def fastest_plan(view: Any, inputs: Inputs) -> Plan:
     return _explained(plan_of(runner_of(rivals[best])), plan_of(runner), best, min(seconds["O2"]) > min(seconds[best]))
 
 
-def _captured(model: nn.Module, policy: Policy, inputs: Inputs, timer: Timer | None) -> Any:
+def _captured(model: nn.Module, policy: Policy, inputs: Inputs, costs: CostModel | None) -> Any:
     view = make_view(model, policy)
-    runner_of(view).timer = timer
+    runner_of(view).costs = costs
     capture(runner_of(view), *inputs, check=False)
     return view
 

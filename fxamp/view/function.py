@@ -167,8 +167,8 @@ class Function:
         plan = runner.replayed
         replaying = None if plan is None else Replaying(plan, runner.entries, state, break_of(gm))
         converted, outputs = rewrite(
-            gm, example_inputs, runner.policy, runs_on=runner.device, in_region=in_region, timer=runner.timer,
-            penalties=runner.penalties, replayed=replaying,
+            gm, example_inputs, runner.policy, runs_on=runner.device, in_region=in_region, costs=runner.costs,
+            replayed=replaying,
         )  # fmt: skip
         if replaying is not None:
             runner.note(*replaying.notes(converted.plan))

@@ -20,6 +20,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node, map_arg
 
 from passes._torch import enter_autocast, exit_autocast, is_number_input, source_name
+from passes.contract.costs import CostModel
 from passes.contract.errors import CaptureError
 from passes.contract.plan import Plan, joined
 from passes.contract.policy import Policy
@@ -94,15 +95,15 @@ class Part(NamedTuple):
         return OR.join(map(str, self.graphs))
 
 
-def parts_of(runner: Runner) -> list[Part]:
-    """Return the graphs of a view by state; states in which the same is decided are one part."""
+def parts_of(runner: Runner, costs: CostModel | None = None) -> list[Part]:
+    """Return the graphs of a view by state; states in which the same is decided, under costs, are one part."""
     by_state: dict[State, list[Placed]] = {}
     for prefix, each in views_in(runner):
         for entry in entries_of(each):
             by_state.setdefault(entry.state, []).append(Placed(each, prefix, entry))
     parts: list[Part] = []
     for state, graphs in by_state.items():
-        plan = together([(placed.prefix, placed.entry.converted.plan) for placed in graphs])
+        plan = together([(placed.prefix, placed.entry.converted.under(costs)) for placed in graphs])
         same = next((p for p in parts if (p.plan.decisions, p.plan.casts) == (plan.decisions, plan.casts)), None)
         if same is None:
             parts.append(same := Part(plan, {}))
@@ -110,13 +111,15 @@ def parts_of(runner: Runner) -> list[Part]:
     return parts
 
 
-def plan_of(runner: Runner) -> Plan:
+def plan_of(runner: Runner, costs: CostModel | None = None) -> Plan:
     """Return the plan of a view over all graphs that were captured, those of views inside its model too.
+
+    With costs it is what would be decided under these; nothing is captured, and the view stays as it is.
 
     Raises:
         CaptureError: nothing was captured yet.
     """
-    parts = parts_of(runner)
+    parts = parts_of(runner, costs)
     if not parts:
         raise CaptureError(
             f"nothing was captured yet: {type(runner.model).__name__} is captured at its first call, or when it is "

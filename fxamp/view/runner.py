@@ -49,7 +49,7 @@ from passes._torch import (
     without_modes,
     without_module_trackers,
 )
-from passes.contract.costs import Penalties, Timer
+from passes.contract.costs import CostModel
 from passes.contract.errors import CaptureError, FxampError, PolicyError, in_short
 from passes.contract.plan import CERTIFICATE, Plan
 from passes.contract.policy import Override, Policy, nearest
@@ -90,8 +90,7 @@ class Runner:
         notes: what capture and its check have to say, for the plan.
         complete: all graphs were captured, those after a graph break too.
         called: a call of the view has come to its end.
-        timer: measures calls, for cost="measured".
-        penalties: what errors cost beside bytes, while a plan within a budget is sought.
+        costs: what the cut is told that things cost; None for bytes.
     """
 
     def __init__(
@@ -111,8 +110,7 @@ class Runner:
         self.notes = tuple(note for note in kept if note.startswith((Code.NOT_WORTH_CASTS.value, CERTIFICATE)))
         self.complete, self.called = True, False
         self.replayed = replayed
-        self.timer: Timer | None = None
-        self.penalties: Penalties | None = None
+        self.costs: CostModel | None = None
         self._functions: dict[tuple[Any, ...], Function] = {}
         self._said: set[str] = set()
         self._healed: set[tuple[int, str]] = set()

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import Graph, Node
 
-from ..contract.costs import Penalties, Timer
+from ..contract.costs import CostModel
 from ..contract.errors import PlanError, PolicyError
 from ..contract.plan import Decision, Plan
 from ..contract.plan_format import REMEDY
@@ -45,6 +45,7 @@ from ..ops.rules import KEEP, LOW, is_registered, row_of
 from .colour.kernels import refuse_untold_writes
 from .colour.simulate import Simulation
 from .place.choose_storage import choose_storage
+from .place.costs import ByteCosts
 from .place.saturate import saturate
 
 
@@ -57,8 +58,7 @@ class AssignPrecision:
     policy: Policy
     plan: Plan | None = None
     exact: bool = True
-    timer: Timer | None = None
-    penalties: Penalties | None = None
+    costs: CostModel | None = None
 
     def __call__(self, unit: Unit) -> Assignment:
         """Decide on one legalized graph, which is not changed."""
@@ -85,21 +85,21 @@ class AssignPrecision:
                 if n.op.startswith("call") and (dtype := first_float(original[n])) is not None
             }
             return Assignment(colours, dict(original), original, returned, Inference())
-        measures = policy.cost == "measured"
-        if measures and plan is None and self.timer is None:
+        if policy.cost == "measured" and plan is None and self.costs is None:
             raise PolicyError(
                 "cost='measured' needs shapes to measure: give convert example inputs, or choose cost='bytes', the "
                 "default."
             )
         refuse_untold_writes(graph, policy.device or "cpu")
         simulation = unit.simulated or _simulation(unit, policy, original)
-        colours, dtypes = choose_storage(simulation, plan, self.timer if measures else None, self.penalties)
+        costs = self.costs or ByteCosts(policy.device or "cpu")
+        colours, dtypes, timings = choose_storage(simulation, costs, plan)
         colours = _named(simulation, saturate(simulation, colours, dtypes))
         reference: Any = simulation.reference
         assignment = Assignment(
             colours, dtypes, original, simulation.returned(), simulation.infer,
             (*_disagreements(graph, reference), *_false_claims(simulation)), simulation.bodies,
-            {n: c.dtype for n, c in reference.colours.items()},
+            {n: c.dtype for n, c in reference.colours.items()}, timings=timings,
         )  # fmt: skip
         return replace(assignment, colours=_outputs_named(graph, assignment))
 

@@ -29,7 +29,7 @@ from torch.fx import Graph, Node
 
 from ..form import Assignment, Ensures, Unit
 from ..graph.aliases import Aliases, may_alias
-from ..graph.grad import grad_modes, requires_grad, shares_cast, shares_storage
+from ..graph.grad import grad_modes, requires_grad, shares_cast, shares_storage, what_it_reads
 from ..graph.notes import CLAMP_OPERAND, READ_OUTPUT, is_inserted, note, note_of
 from ..graph.values import LOW_DTYPES, literal_dtype
 from ..ops import ops
@@ -125,7 +125,8 @@ def _share(graph: Graph, assignment: Assignment, mode: str) -> int:
         value: Any = clamp.args[0]
         if len(clamp.args) == 1 or not shares_cast(mode, value, clamp, False, grad):
             continue
-        keep = first.setdefault((*clamp.args, modes[clamp], aliases.epoch(value, clamp)), clamp)
+        key = (what_it_reads(value), *clamp.args[1:], modes[clamp], aliases.epoch(value, clamp))
+        keep = first.setdefault(key, clamp)
         if keep is not clamp:
             _replace(graph, clamp, keep)  # so that the casts of it are shared
     for cast in filter(_is_plain, graph.nodes):
@@ -146,9 +147,7 @@ def _share(graph: Graph, assignment: Assignment, mode: str) -> int:
 
 def _what_is_cast(cast: Node) -> tuple[Any, ...]:
     """Return a key that is equal for two casts that do the same: the value, and the dtype."""
-    value: Any = cast.args[0]
-    attribute = value.op == "get_attr" or note_of(value).role == "parameter"  # a front end may read one twice
-    return value.target if attribute else value, literal_dtype(cast)
+    return what_it_reads(cast.all_input_nodes[0]), literal_dtype(cast)
 
 
 def _is_plain(node: Node) -> bool:
@@ -192,7 +191,7 @@ def _share_storage(graph: Graph, assignment: Assignment, mode: str, device: str)
     """Read the storage of an earlier cast where a cast stood: autograd sums gradients in the order of their nodes."""
     plain = [n for n in graph.nodes if _is_plain(n) and n.target is not cast_weight]
     casts = [n for n in plain if shares_storage(mode, n.args[0], device)]
-    if len(casts) == len({c.args[0] for c in casts}):
+    if len(casts) == len({what_it_reads(c.all_input_nodes[0]) for c in casts}):
         return 0
     edits, aliases, modes, grad = 0, Aliases(graph), grad_modes(graph), requires_grad(graph)
     first: dict[Any, Node] = {}

@@ -1,14 +1,162 @@
-"""What costs beside bytes, as the compiler's callers tell it: the nanoseconds of calls, and what errors cost."""
+"""The interface of a cost model: what the cut asks the price of, and how it is answered. And calls to be timed.
+
+The cut chooses in which of two dtypes, low or FP32, each free op runs. A model prices each of them in both, and the
+casts that become necessary where an op reads a value in the other dtype.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.fx import Node
 
 from .policy import dtype_name
+
+
+class Run(NamedTuple):
+    """One op in one dtype: the node, the dtype, and the dtype of each operand (argument, index)."""
+
+    node: Node
+    dtype: torch.dtype
+    operands: Mapping[tuple[str, int], Any]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An op that may run in either dtype.
+
+    Attributes:
+        low: the op in the low dtype; likewise `fp32`.
+        grad: the values of the graph through which gradients flow.
+        rounds: in low it rounds a result of its own; an op that only moves values, or a cast, does not.
+        returned: its result leaves the graph in FP32, moved on the way or not.
+    """
+
+    low: Run
+    fp32: Run
+    grad: frozenset[Node]
+    rounds: bool
+    returned: bool
+
+    @property
+    def node(self) -> Node:
+        """The op; `meta["val"]` is a fake tensor with its shape."""
+        return self.low.node
+
+
+class Read(NamedTuple):
+    """How an op reads a value.
+
+    Attributes:
+        times: how many of its operands the value is.
+        left: the casts of the value and of its gradient that are left where it casts the value up by itself; else None.
+    """
+
+    times: int
+    left: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class PricedNet:
+    """A value and its readers, which share a cast of it; casts up and casts down are priced separately.
+
+    Attributes:
+        value: what is cast.
+        readers: which pay together if they need the other dtype.
+        up: the price of the casts to FP32, where the value is low.
+        down: that of the casts to low, where it is FP32.
+        alone: for each reader what it pays if it casts the value up by itself; None if it does not. Readers that do pay
+            this, or `up` together if that is less.
+    """
+
+    value: Hashable
+    readers: tuple[Hashable, ...]
+    up: int
+    down: int
+    alone: tuple[int | None, ...] = ()
+
+    def times(self, factor: int) -> PricedNet:
+        """Return the net at so many times its price."""
+        alone = tuple(None if n is None else n * factor for n in self.alone)
+        return replace(self, up=self.up * factor, down=self.down * factor, alone=alone)
+
+    def cost(self, low: Container[Hashable]) -> int:
+        """Return what its casts cost, given all that is low."""
+        is_low = self.value in low
+        other = [i for i, reader in enumerate(self.readers) if (reader in low) != is_low]
+        if not is_low or not other:
+            return self.down if other else 0
+        alone = [self.alone[i] if self.alone else None for i in other]
+        return min(self.up, sum(x for x in alone if x is not None)) if None not in alone else self.up
+
+
+@dataclass(frozen=True)
+class Net:
+    """The reads of a value that share its casts, as the emitted graph does.
+
+    Attributes:
+        value: what is cast; an input, a parameter or the result of an op.
+        reads: who reads it, and how.
+        casts: how many casts there are of the value, and of its gradient, if a reader needs the other dtype.
+        low: the low dtype.
+        grad: gradients flow through the value.
+    """
+
+    value: Node
+    reads: Mapping[Node, Read]
+    casts: tuple[int, int]
+    low: torch.dtype
+    grad: bool
+
+    def at(self, forward: int, backward: int) -> PricedNet:
+        """Return the net at the price of one cast of the value, and of one of its gradient."""
+        total = forward * self.casts[0] + backward * self.casts[1]
+        lefts = [read.left for read in self.reads.values()]
+        alone = tuple(None if n is None else forward * n[0] + backward * n[1] for n in lefts)
+        return PricedNet(self.value, tuple(self.reads), total, total, alone)
+
+    def often(self, forward: int, backward: int) -> Net:
+        """Return the net with so many times the casts of the value, and of its gradient."""
+
+        def count(casts: tuple[int, int]) -> tuple[int, int]:
+            return casts[0] * forward, casts[1] * backward
+
+        reads = {n: Read(r.times, None if r.left is None else count(r.left)) for n, r in self.reads.items()}
+        return replace(self, reads=reads, casts=count(self.casts))
+
+
+@dataclass(frozen=True)
+class Prices:
+    """The answer of a cost model: integers of at least 0, in any unit, but all in the same.
+
+    Attributes:
+        nodes: for each op, in order, what it costs in low and in FP32.
+        nets: what casts cost; of the values asked for, and of readers of these.
+        timings: nanoseconds that were measured for it, by key of the call.
+    """
+
+    nodes: Sequence[tuple[int, int]]
+    nets: Sequence[PricedNet]
+    timings: Mapping[str, int] = field(default_factory=dict)
+
+    def times(self, factor: int) -> Prices:
+        """Return all prices in a unit that is so much smaller."""
+        nodes = [(low * factor, fp32 * factor) for low, fp32 in self.nodes]
+        return replace(self, nodes=nodes, nets=[net.times(factor) for net in self.nets])
+
+
+class CostModel(Protocol):
+    """Says what the ops and casts among which the cut chooses cost."""
+
+    @property
+    def objective(self) -> str:
+        """The phrase by which reasons describe the cheapest placement, such as "moves the fewest bytes"."""
+
+    def price(self, nodes: Sequence[Choice], nets: Sequence[Net]) -> Prices:
+        """Price everything in one graph at once."""
 
 
 @dataclass(frozen=True)
@@ -43,17 +191,3 @@ class Call:
 
 # Gives the nanoseconds of each call, forward and backward together; leaves out those that cannot run.
 Timer = Callable[[Sequence[Call]], Mapping[Call, int]]
-
-
-@dataclass(frozen=True)
-class Penalties:
-    """What each rounding costs, in the unit of the costs of the cut: bytes.
-
-    Attributes:
-        values: by key of a node: rounding its result.
-        casts: by key of a reader and of what it reads: the cast down of an FP32 value, for this reader alone. An input
-            of a graph has its name for a key.
-    """
-
-    values: Mapping[str, float]
-    casts: Mapping[tuple[str, str], float]

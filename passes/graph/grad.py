@@ -88,6 +88,11 @@ def shares_storage(mode: str, value: Node, device: str) -> bool:
     return bool(concrete_size(tensor.numel()) >= least)
 
 
+def what_it_reads(value: Node) -> Any:
+    """Return a key that is equal for two nodes of one value: a front end may read an attribute twice."""
+    return value.target if value.op == "get_attr" or note_of(value).role == "parameter" else value
+
+
 def is_leaf(value: Node) -> bool:
     """Say whether a value is a leaf of autograd, such as a parameter."""
     held, tensor = is_parameter(value) or note_of(value).role == "leaf", value.meta.get("val")

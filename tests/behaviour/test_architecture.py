@@ -38,7 +38,7 @@ ARROWS = {
     "passes.assign": ".assign.colour .assign.place .contract .form .graph .ops",
     "passes.watch": ".casts .form .ops",
     "passes.pipeline": ".assign .casts .contract .form .graph .legalize .ops .runtime .watch",
-    "passes": ".pipeline .watch",
+    "passes": ".assign.place .pipeline .watch",
     "fxamp.guard": "",
     "fxamp.module": "passes.contract",
     "fxamp.trust": "passes passes._torch passes.contract passes.graph passes.ops",
@@ -50,7 +50,7 @@ ARROWS = {
     "fxamp.view": ".capture .trust passes._torch passes.contract passes.graph passes.ops passes.runtime",
     "fxamp.report.page": ".report.forms .report.record passes.contract",
     "fxamp.target": "passes.contract",
-    "fxamp.measure": ".capture .trust .view passes._torch passes.contract passes.graph",
+    "fxamp.measure": ".capture .trust .view passes passes._torch passes.contract passes.graph",
     "fxamp.measure.fake_cuda": ".capture .measure .target .trust passes._torch passes.contract",
     "fxamp.train.ranks": ".view passes._torch passes.contract",
     "fxamp.convert": ".capture .measure .trust .view passes._torch passes.contract",
@@ -59,7 +59,7 @@ ARROWS = {
         "passes.runtime"
     ),
     "fxamp.trust.error": (
-        ".convert .capture .measure .trust .trust.census passes._torch passes.contract passes.graph passes.ops "
+        ".convert .capture .measure .trust .trust.census passes passes._torch passes.contract passes.graph passes.ops "
         "passes.runtime"
     ),
     "fxamp.trust.ranges": (

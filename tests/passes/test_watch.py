@@ -7,20 +7,20 @@ import dataclasses
 import functools
 import re
 from collections import Counter
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch.fx import GraphModule
 
 from fxamp.capture.capture_jit import attribute_of
-from passes import NAMES, Printed, Timed, compile_graph, watched
+from passes import NAMES, ByteCosts, Pipeline, Printed, Timed, compile_graph, watched
 from passes.assign.assign_precision import AssignPrecision
-from passes.contract.errors import VerificationError
+from passes.contract.errors import PolicyError, VerificationError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy
-from passes.form import Ensures, Pass, Unit
-from passes.pipeline import _run, preparing, rewriting
+from passes.form import Ensures, Unit
+from passes.pipeline import _run
 from passes.watch import Watcher
 from tests.support.graphs import parse
 
@@ -42,19 +42,18 @@ def compiled(policy: Policy = POLICY) -> tuple[GraphModule, Plan]:
 
 
 def test_a_pass_is_its_configuration() -> None:
-    passes: list[Pass] = [*preparing(POLICY), AssignPrecision(POLICY), *rewriting(POLICY)]
-    assert tuple(step.name for step in passes) == NAMES
+    pipeline = Pipeline.of(POLICY)
+    assert pipeline == Pipeline.of(POLICY)
+    assert pipeline.names == NAMES
     assert all(re.fullmatch(r"[a-z]+(-[a-z]+)*", name) for name in NAMES)
-    assert passes == [*preparing(POLICY), AssignPrecision(POLICY), *rewriting(POLICY)]
-    for step in passes:
+    for step in (pipeline, *pipeline.prepare, pipeline.decide, *pipeline.rewrite):
         assert type(step).__doc__
-        assert isinstance(step.ensures, Ensures)
         with pytest.raises(dataclasses.FrozenInstanceError):
             step.anything = 1  # type: ignore[attr-defined]
 
 
 def test_nothing_is_prepared_where_nothing_is_rounded() -> None:
-    assert preparing(Policy("O0")) == ()
+    assert Pipeline.of(Policy("O0")).prepare == ()
 
 
 def test_watchers_are_told_before_and_after_every_pass() -> None:
@@ -143,7 +142,29 @@ def test_a_second_run_of_the_passes_that_eliminate_finds_nothing() -> None:
     gm = parse(TEXT)
     unit = _run(Unit(gm.graph, functools.partial(attribute_of, gm)), (AssignPrecision(POLICY),), Counter())
     edits: Counter[str] = Counter()
-    _run(unit, rewriting(POLICY), edits)
+    rewrite = Pipeline.of(POLICY).rewrite
+    _run(unit, rewrite, edits)
     before = dict(edits)
-    _run(unit, [step for step in rewriting(POLICY) if step.name == "eliminate-casts"], edits)
+    _run(unit, [step for step in rewrite if step.name == "eliminate-casts"], edits)
     assert edits == before
+
+
+@pytest.mark.parametrize("decide", [None, ()])
+def test_a_pipeline_without_a_decision_is_refused(decide: Any) -> None:
+    with pytest.raises(PolicyError, match=f"needs a pass that decides .* decide={re.escape(repr(decide))} is none"):
+        dataclasses.replace(Pipeline.of(POLICY), decide=decide)
+
+
+def test_a_pass_that_decides_nothing_is_no_decision() -> None:
+    gm = parse(TEXT)
+    pipeline = dataclasses.replace(Pipeline.of(POLICY), decide=Pipeline.of(POLICY).prepare[0])
+    with pytest.raises(PolicyError, match="nothing is decided on this graph: the pass `decide` of a pipeline"):
+        compile_graph(gm.graph, POLICY, gm.get_parameter, pipeline=pipeline)
+
+
+def test_a_pipeline_has_the_plan_and_the_costs_that_it_was_made_with() -> None:
+    gm, costs = parse(TEXT), ByteCosts("cpu")
+    with pytest.raises(PolicyError, match="give them to Pipeline"):
+        compile_graph(gm.graph, POLICY, gm.get_parameter, pipeline=Pipeline.of(POLICY), costs=costs)
+    made = compile_graph(gm.graph, POLICY, gm.get_parameter, pipeline=Pipeline.of(POLICY, costs=costs), capture="graph")
+    assert made == compiled()[1]

@@ -1,7 +1,7 @@
 """`fxamp.tune`: the plan that casts the fewest bytes within a budget of error, by minimum cut, and measured.
 
 errors of roundings, to first order        `Derivatives`: how much each moves the loss and the gradients
-lambda * error beside the bytes of casts   `passes.contract.costs`;     the compiler's cut decides
+lambda * error beside the bytes of casts   `passes.Penalties`;          the compiler's cut decides
 lambda                                     by bisection, until the predicted error is within the budget
 the certificate                            the measured error of what was found, on the batches that were given
 """
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from passes.contract.costs import Penalties
+from passes import ByteCosts, Penalties
 from passes.contract.errors import PolicyError, in_short
 from passes.contract.levels import Level
 from passes.contract.plan import CERTIFICATE, Plan
@@ -199,9 +199,10 @@ class _Search:
             return self._cuts[name]
         view = self._subject.converted(base)
         scale = weight * charged.bytes
-        runner_of(view).penalties = Penalties(
-            {key: scale * v for key, v in charged.values.items()}, {key: scale * v for key, v in charged.casts.items()}
-        )
+        runner_of(view).costs = Penalties(
+            ByteCosts(base.device or self._subject.device),
+            {key: scale * v for key, v in charged.values.items()}, {key: scale * v for key, v in charged.casts.items()},
+        )  # fmt: skip
         self._subject.add(name, base, view)
         self._cuts[name] = _Cut(name, weight, charged.predicted(name))
         return self._cuts[name]

@@ -14,13 +14,14 @@ After:  w = to(logits, f32) -> output; view(w) -> loss
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 from networkx import NetworkXUnbounded
 from torch.fx import Node
 
-from ...contract.costs import Penalties, Timer
+from ...contract.costs import CostModel
 from ...contract.errors import PlanError, VerificationError
 from ...contract.plan import Plan
 from ...contract.plan_format import REMEDY
@@ -33,32 +34,29 @@ from ...ops import ops
 from ...ops.rules import LOW, row_of
 from ..colour.operand_casts import operand_casts
 from ..colour.simulate import Simulation
-from .costs import ByteCosts, MeasuredCosts
 from .cut import Problem, Variable, solve
 from .free import free_nodes
 from .problem import Uses, price, unpriced_problem
 
 
 def choose_storage(
-    simulation: Simulation, plan: Plan | None = None, timer: Timer | None = None, penalties: Penalties | None = None
-) -> tuple[Colours, Dtypes]:
-    """Choose the dtype of every free value by minimum cut; return the decisions and the dtypes of all values.
+    simulation: Simulation, costs: CostModel, plan: Plan | None = None
+) -> tuple[Colours, Dtypes, Mapping[str, int]]:
+    """Choose the dtype of every free value by minimum cut; return decisions, dtypes of all values, and what was timed.
 
-    With a plan to replay, its colours are taken: the cut depends on sizes, and another example may have others. A timer
-    gives measured costs, in place of bytes.
+    With a plan to replay, its colours are taken: the cut depends on sizes, and another example may have others.
     """
-    grad, device = requires_grad(simulation.graph), simulation.device
+    grad = requires_grad(simulation.graph)
     free = free_nodes(simulation, grad)
     if not free:
-        return simulation.colours, simulation.dtypes
-    costs = ByteCosts(device, grad) if timer is None else MeasuredCosts(device, simulation.low, grad, timer)
+        return simulation.colours, simulation.dtypes, {}
     uses = Uses(simulation, free, grad)
     problem = unpriced_problem(uses)
     if plan is not None:
-        return _placed(_planned(problem, plan, uses), uses, costs)
-    price(problem, uses, costs, penalties)
+        return *_placed(_planned(problem, plan, uses), uses, costs), {}
+    timings = price(problem, uses, costs)
     try:
-        return _placed(solve(problem), uses, costs)
+        return *_placed(solve(problem), uses, costs), timings
     except NetworkXUnbounded as e:
         raise VerificationError(
             "dtypes of values in this graph have conflicting constraints. This is a bug in fxamp; please report it."
@@ -78,7 +76,7 @@ def _planned(problem: Problem, plan: Plan, uses: Uses) -> set[Variable]:
     return low_side
 
 
-def _placed(low_side: set[Variable], uses: Uses, costs: ByteCosts) -> tuple[Colours, Dtypes]:
+def _placed(low_side: set[Variable], uses: Uses, costs: CostModel) -> tuple[Colours, Dtypes]:
     """Return the decisions and the dtypes of all values, with the free values where the cut stores them."""
     simulation, dtypes = uses.simulation, dict(uses.simulation.dtypes)
     for node in uses.free:
@@ -99,7 +97,7 @@ def _compared(node: Node, colouring: Colouring, dtypes: Dtypes) -> Colouring:
 
 
 def _recoloured(
-    node: Node, colouring: Colouring, side: torch.dtype, dtypes: Dtypes, uses: Uses, costs: ByteCosts
+    node: Node, colouring: Colouring, side: torch.dtype, dtypes: Dtypes, uses: Uses, costs: CostModel
 ) -> Colouring:
     """Return the decision on a node, given how its value and its operands are stored."""
     before = uses.simulation.dtypes

@@ -26,10 +26,12 @@ from __future__ import annotations
 import enum
 import itertools
 from collections import Counter
-from collections.abc import Container, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
 
 import networkx as nx
+
+from ...contract.costs import PricedNet
 
 Variable = Hashable
 
@@ -45,35 +47,6 @@ Cost = int | float  # float("inf") rules a side out
 INFINITY = float("inf")
 
 
-@dataclass(frozen=True)
-class Net:
-    """One tensor and its readers, which share a cast of it; casts up and casts down are counted separately.
-
-    Attributes:
-        tensor: the variable that produces it, or a side if its dtype is fixed.
-        readers: variables, or a side.
-        absorbs: for each reader what it costs if it casts the tensor up by itself; None if it does not. Readers that do
-            pay this, or `up` together if that is less.
-        up: cost of one cast to FP32, where the tensor is low.
-        down: cost of one cast to low, where it is FP32.
-    """
-
-    tensor: Variable
-    readers: tuple[Variable, ...]
-    up: int
-    down: int
-    absorbs: tuple[int | None, ...] = ()
-
-    def cost(self, side: Container[Variable]) -> int:
-        """Return what its casts cost, given the variables on the low side."""
-        low = self.tensor in side
-        other = [i for i, reader in enumerate(self.readers) if (reader in side) != low]
-        if not low or not other:
-            return self.down if other else 0
-        alone = [self.absorbs[i] if self.absorbs else None for i in other]
-        return min(self.up, sum(x for x in alone if x is not None)) if None not in alone else self.up
-
-
 @dataclass
 class Problem:
     """A placement problem.
@@ -81,13 +54,13 @@ class Problem:
     Attributes:
         low: what each variable costs on the low side.
         fp32: what each variable costs on the FP32 side.
-        nets: tensors with their readers.
+        nets: tensors with their readers, each a variable, or a side if its dtype is fixed.
         implies: pairs (v, w): v low implies w low. Side.FP32 as w forbids v to be low; Side.LOW as v forces w low.
     """
 
     low: dict[Variable, Cost] = field(default_factory=dict)
     fp32: dict[Variable, Cost] = field(default_factory=dict)
-    nets: list[Net] = field(default_factory=list)
+    nets: list[PricedNet] = field(default_factory=list)
     implies: list[tuple[Variable, Variable]] = field(default_factory=list)
 
     def add(self, variable: Variable, low: Cost, fp32: Cost) -> None:
@@ -139,7 +112,7 @@ def blocks(problem: Problem) -> list[tuple[Problem, Variable | None]]:
     """
     graph: nx.Graph[Variable] = nx.Graph()
     graph.add_nodes_from(problem.low)
-    ties: list[Net | tuple[Variable, Variable]] = [*problem.nets, *problem.implies]
+    ties: list[PricedNet | tuple[Variable, Variable]] = [*problem.nets, *problem.implies]
     for tie in ties:
         if len(free := _free(problem, tie)) > 1:
             nx.add_cycle(graph, free)  # a cycle lies in one block, so tied variables stay together
@@ -167,9 +140,9 @@ def blocks(problem: Problem) -> list[tuple[Problem, Variable | None]]:
     return parts
 
 
-def _free(problem: Problem, tie: Net | tuple[Variable, Variable]) -> list[Variable]:
+def _free(problem: Problem, tie: PricedNet | tuple[Variable, Variable]) -> list[Variable]:
     """Return the variables of a net or an implication, each once."""
-    ends = (tie.tensor, *tie.readers) if isinstance(tie, Net) else tie
+    ends = (tie.value, *tie.readers) if isinstance(tie, PricedNet) else tie
     return [v for v in dict.fromkeys(ends) if v in problem.low]
 
 
@@ -179,7 +152,7 @@ def _with_top(part: Problem, top: Variable, side: Variable) -> Problem:
     def end(v: Variable) -> Variable:
         return side if v == top else v
 
-    nets = [replace(n, tensor=end(n.tensor), readers=tuple(map(end, n.readers))) for n in part.nets]
+    nets = [replace(n, value=end(n.value), readers=tuple(map(end, n.readers))) for n in part.nets]
     return Problem(part.low, part.fp32, nets, [(end(v), end(w)) for v, w in part.implies])
 
 
@@ -199,17 +172,17 @@ def _solve_part(problem: Problem) -> set[Variable]:
     return {v for v in problem.low if v not in fp32_side}
 
 
-def _add_net(graph: nx.DiGraph[Hashable], net: Net, i: int) -> None:
+def _add_net(graph: nx.DiGraph[Hashable], net: PricedNet, i: int) -> None:
     """Add the two vertices of a net, by which a cast of its tensor is paid once, and their edges."""
     up, down = ("up", i), ("down", i)
-    if net.tensor != Side.FP32:
-        _edge(graph, net.tensor, up, net.up)
-    if net.tensor != Side.LOW:
-        _edge(graph, down, net.tensor, net.down)
-    for reader, alone in zip(net.readers, net.absorbs or itertools.repeat(None), strict=False):
-        if net.tensor != Side.FP32 and reader != Side.LOW:
+    if net.value != Side.FP32:
+        _edge(graph, net.value, up, net.up)
+    if net.value != Side.LOW:
+        _edge(graph, down, net.value, net.down)
+    for reader, alone in zip(net.readers, net.alone or itertools.repeat(None), strict=False):
+        if net.value != Side.FP32 and reader != Side.LOW:
             _edge(graph, up, reader, INFINITY if alone is None else alone)
-        if net.tensor != Side.LOW and reader != Side.FP32:
+        if net.value != Side.LOW and reader != Side.FP32:
             _edge(graph, reader, down, INFINITY)
 
 

@@ -7,23 +7,24 @@ be stored low only where every use rounds it to this dtype; from O2 on only the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
 
-from ...contract.costs import Penalties
+from ...contract.costs import Choice, CostModel, Net, Read, Run
 from ...form import Position
 from ...graph.aliases import mutated_operands
-from ...graph.grad import grad_modes, shares_cast, shares_storage
-from ...graph.values import ELIGIBLE, ValueDtype, keys
+from ...graph.grad import grad_modes, shares_cast, shares_storage, what_it_reads
+from ...graph.values import ELIGIBLE, ValueDtype
 from ...ops import ops
 from ...ops.facts import absorbs_cast
 from ...ops.rules import FOLLOW, FP32, LOW, PROMOTE, row_of
 from ..colour.simulate import Simulation
-from .costs import ByteCosts, Run
-from .cut import Net, Problem, Side, Variable
+from .costs import priced
+from .cut import Problem, Side, Variable
 
 
 class Uses:
@@ -81,6 +82,11 @@ class Uses:
         needed = self.needs[reader].get(where)
         return Side.LOW if needed == self.simulation.low else Side.FP32 if needed == torch.float32 else None
 
+    def variable(self, value: Node) -> Variable:
+        """Return the variable that a value is, or its side if its dtype is fixed."""
+        fixed = Side.LOW if self.simulation.dtypes.get(value) == self.simulation.low else Side.FP32
+        return value if value in self.free else fixed
+
     def _needs(self, node: Node) -> dict[Position, ValueDtype]:
         simulation, places = self.simulation, {o.place: o.node for o in ops.operands(node)}
         if simulation.policy.level.stores_low and self.upcasts(node):
@@ -122,34 +128,34 @@ def _imply(problem: Problem, node: Node, uses: Uses) -> None:
             problem.implies.append((node, Side.FP32))
 
 
-def price(problem: Problem, uses: Uses, costs: ByteCosts, penalties: Penalties | None = None) -> None:
-    """Fill in what everything costs: each free node on both sides, and nets for each value that may need casts.
+def price(problem: Problem, uses: Uses, costs: CostModel) -> Mapping[str, int]:
+    """Fill in what everything costs: each free node on both sides, and nets; return what was measured for it.
 
-    Of placements that cost the same, the one that rounds the fewest results is the cheapest. Without measured costs, an
-    op whose result leaves the graph in FP32 costs the same on both sides. Running it low would move fewer bytes, but it
-    would only round a result that is then cast back to FP32.
+    Of placements that cost the same, the one that rounds the fewest results is the cheapest.
     """
-    simulation = uses.simulation
-    sides = [
-        Run(n, dtype, {o.place: uses.wanted(n, o.place, dtype) for o in ops.operands(n)})
-        for n in uses.free
-        for dtype in (simulation.low, torch.float32)
-    ]
-    modes = grad_modes(simulation.graph)
-    nets = [net for n in simulation.graph.nodes for net in _nets(n, uses, modes)]
-    runs, casts = costs.price(sides, [net.value for net in nets])
-    scale = len(uses.free) + 1  # one unit of cost weighs more than the roundings of all nodes together
-    returned = set() if costs.measured else _returned(uses)
-    for node, low, fp32 in zip(uses.free, runs[::2], runs[1::2], strict=True):
-        problem.add(node, (max(low, fp32) if node in returned else low) * scale + _rounds(node), fp32 * scale)
-    for net, cost in zip(nets, (c * scale for c in casts), strict=True):
-        backward = cost // 2 if net.value in uses.grad else 0
-        forward = cost - backward
-        absorbs = [None if n is None else forward * n[0] + backward * n[1] for n in net.absorbs]
-        total = forward * net.casts[0] + backward * net.casts[1]
-        problem.nets.append(Net(net.tensor, net.sides, total, total, tuple(absorbs)))
-    if penalties is not None:
-        _penalise(problem, uses, penalties, scale)
+    low, returned, modes = uses.simulation.low, _returned(uses), grad_modes(uses.simulation.graph)
+
+    def run(node: Node, dtype: torch.dtype) -> Run:
+        return Run(node, dtype, {o.place: uses.wanted(node, o.place, dtype) for o in ops.operands(node)})
+
+    nodes = [Choice(run(n, low), run(n, torch.float32), uses.grad, _rounds(n), n in returned) for n in uses.free]
+    values: dict[Any, list[Node]] = {}
+    for node in uses.simulation.graph.nodes:
+        values.setdefault(what_it_reads(node), []).append(node)
+    nets, sides = list[Net](), dict[tuple[Any, Any], Variable]()
+    for alike in values.values():
+        for net, of_readers in _nets(alike, uses, modes):
+            nets.append(net)
+            sides |= {(net.value, reader): side for reader, side in of_readers.items()}
+    prices = priced(costs, nodes, nets)
+    scaled = prices.times(len(nodes) + 1)  # one unit of cost weighs more than the roundings of all nodes together
+    for node, (in_low, in_fp32) in zip(nodes, scaled.nodes, strict=True):
+        problem.add(node.node, in_low + node.rounds, in_fp32)
+    for priced_net in scaled.nets:
+        value: Any = priced_net.value
+        readers = tuple(sides[value, reader] for reader in priced_net.readers)
+        problem.nets.append(replace(priced_net, value=uses.variable(value), readers=readers))
+    return prices.timings
 
 
 def _rounds(node: Node) -> bool:
@@ -168,84 +174,57 @@ def _returned(uses: Uses) -> set[Node]:
     return nodes
 
 
-def _penalise(problem: Problem, uses: Uses, penalties: Penalties, scale: int) -> None:
-    """Add what errors cost: a node that rounds pays on the low side, and an FP32 value for each reader that is low."""
-    simulation, names = uses.simulation, keys(uses.simulation.graph.nodes)
-    for node in uses.free:
-        if _rounds(node):
-            problem.low[node] += round(penalties.values.get(names[node], 0.0) * scale)
-    for node in simulation.graph.nodes:
-        dtype = simulation.dtypes.get(node)
-        tensor: Variable = node if node in uses.free else Side.FP32
-        if dtype not in (simulation.low, torch.float32) or (tensor is Side.FP32 and dtype == simulation.low):
-            continue
-        for reader, where in uses.readers[node]:
-            side = uses.side(reader, where)
-            cost = round(penalties.casts.get((names.get(reader, ""), names.get(node, node.name)), 0.0) * scale)
-            if cost and side not in (None, Side.FP32) and (tensor in uses.free or side in uses.free):
-                problem.nets.append(Net(tensor, (side,), 0, cost))
-
-
-class _Casts(NamedTuple):
-    """The reads of a value that share its casts, as the emitted graph does.
-
-    Attributes:
-        value: what is cast.
-        tensor: the variable that makes it, or its fixed side.
-        sides: the variable or fixed side of each reader.
-        absorbs: for each reader, the casts that are left where it casts up by itself; None if it does not.
-        casts: the casts of the value, and those of its gradient.
-    """
-
-    value: Node
-    tensor: Variable
-    sides: tuple[Variable, ...]
-    absorbs: tuple[tuple[int, int] | None, ...]
-    casts: tuple[int, int]
-
-
-def _nets(node: Node, uses: Uses, modes: Mapping[Node, tuple[bool | None, int]]) -> Iterator[_Casts]:
-    """Yield the groups of reads of a value that share casts; none where everything is fixed.
+def _nets(
+    nodes: Sequence[Node], uses: Uses, modes: Mapping[Node, tuple[bool | None, int]]
+) -> Iterator[tuple[Net, dict[Node, Variable]]]:
+    """Yield the groups of reads of a value that share casts, and the side of each reader; none where all are fixed.
 
     Casts that share a storage are two things: one cast of the value for all, and one of the gradient for each.
+    `nodes` are the value; of an attribute that is read at several places there are several.
     """
-    simulation, dtype = uses.simulation, uses.simulation.dtypes.get(node)
-    if dtype not in (simulation.low, torch.float32):
+    simulation, value = uses.simulation, nodes[0]
+    if simulation.dtypes.get(value) not in (simulation.low, torch.float32):
         return
-    tensor: Variable = node if node in uses.free else Side.LOW if dtype == simulation.low else Side.FP32
     mode = simulation.policy.sharing
-    storage = node in uses.grad and shares_storage(mode, node, simulation.device)
-    casts: dict[Any, list[tuple[Variable, Node]]] = {}
-    storages: dict[Any, list[tuple[Variable, Node]]] = {}
-    for reader, where in uses.readers[node]:
+    storage = value in uses.grad and shares_storage(mode, value, simulation.device)
+    casts: dict[Any, list[_Read]] = {}
+    storages: dict[Any, list[_Read]] = {}
+    for node, (reader, where) in ((n, read) for n in nodes for read in uses.readers[n]):
         side = uses.side(reader, where)
         if side is None:
             continue
         by_rule = reader in simulation.colours and simulation.colours[reader].kind == LOW
         when = modes.get(reader), simulation.aliases.epoch(node, reader)
         key = when if (shared := shares_cast(mode, node, reader, by_rule, uses.grad)) else reader
-        casts.setdefault((shared, key), []).append((side, reader))
+        casts.setdefault((shared, key), []).append(_Read(node, reader, side))
         if storage:
-            storages.setdefault(when, []).append((side, reader))
+            storages.setdefault(when, []).append(_Read(node, reader, side))
     for (shared, _), group in casts.items():
         count = 1 if shared else len(group)
-        yield from _net(node, tensor, group, (0 if storage else count, count), shared, uses)
+        yield from _net(value, group, (0 if storage else count, count), shared, uses)
     for group in storages.values():
-        yield from _net(node, tensor, group, (1, 0), False, uses)
+        yield from _net(value, group, (1, 0), False, uses)
+
+
+class _Read(NamedTuple):
+    node: Node
+    reader: Node
+    side: Variable
 
 
 def _net(
-    node: Node, tensor: Variable, group: list[tuple[Variable, Node]], casts: tuple[int, int], shared: bool, uses: Uses
-) -> Iterator[_Casts]:
+    value: Node, group: Sequence[_Read], casts: tuple[int, int], shared: bool, uses: Uses
+) -> Iterator[tuple[Net, dict[Node, Variable]]]:
     """Yield a group of reads with the casts that it needs, unless everything is fixed."""
-    if not any(s in uses.free for s in (tensor, *(side for side, _ in group))):
+    if not any(s in uses.free for s in (uses.variable(value), *(read.side for read in group))):
         return
-    sides, reads = {reader: side for side, reader in group}, Counter(reader for _, reader in group)
-    absorbs = []
-    for reader, times in reads.items():
-        left = _left_of_upcasts(node, reader, times, shared, uses)
-        absorbs.append(None if left is None or not casts[0] else (left, times if casts[1] else 0))
-    yield _Casts(node, tensor, tuple(sides[r] for r in reads), tuple(absorbs), casts)
+    grad, times = value in uses.grad, Counter(read.reader for read in group)
+    casts = casts[0], casts[1] * grad
+    reads: dict[Node, Read] = {}
+    for node, reader, _ in group:
+        left = _left_of_upcasts(node, reader, times[reader], shared, uses) if casts[0] else None
+        reads[reader] = Read(times[reader], None if left is None else (left, times[reader] if casts[1] else 0))
+    yield Net(value, reads, casts, uses.simulation.low, grad), {read.reader: read.side for read in group}
 
 
 def _left_of_upcasts(value: Node, reader: Node, times: int, shared: bool, uses: Uses) -> int | None:

@@ -293,7 +293,7 @@ def test_with_measured_costs_a_plan_is_replayed_and_nothing_is_timed(
     plan = fxamp.plan(*made, policy="O2,dtype=bf16")
     dataclasses.replace(plan, policy=Policy.parse("O2,dtype=bf16,device=cpu,cost=measured")).save("net.json")
     monkeypatch.setattr(sys.modules["fxamp.convert"], "fastest_plan", pytest.fail)
-    monkeypatch.setattr(sys.modules["fxamp.convert"], "op_timer", pytest.fail)
+    monkeypatch.setattr(sys.modules["fxamp.convert"], "measured_costs", pytest.fail)
     assert check("net.py:make", "--plan=net.json", policy)[0] == 0
     change(folder, "return self.head(h)", "return self.head(h.relu())")
     status, out, _ = check("net.py:make", "--plan=net.json", policy)

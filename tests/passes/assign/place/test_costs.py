@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch.fx import Node
 
-from passes import compile_graph
-from passes.assign.place.costs import ROUND_TRIPS, ByteCosts, MeasuredCosts, Run, round_trips
-from passes.contract.costs import Call, Filler
+from passes import ByteCosts, Frequencies, MeasuredCosts, Penalties, compile_graph
+from passes.assign.place.costs import PARTS, ROUND_TRIPS, round_trips
+from passes.contract.costs import Call, Choice, CostModel, Filler, Net, Prices, Read, Run
 from passes.contract.devices import DEVICES
 from passes.contract.errors import PolicyError
 from passes.contract.plan import Plan
@@ -37,24 +39,42 @@ def nodes(text: str = TEXT) -> dict[str, Node]:
     return {n.name: n for n in graph.nodes}
 
 
-def runs(node: Node) -> list[Run]:
-    """Return a node in low and in FP32, its operands alike."""
+def choice(node: Node, *, returned: bool = False) -> Choice:
+    """Return an op in low and in FP32, its operands alike."""
     places = [(a.name, 0) for a in node.target._schema.arguments]  # type: ignore[union-attr]
-    return [Run(node, dtype, dict.fromkeys(places, dtype)) for dtype in (LOW, torch.float32)]
+    low, fp32 = (Run(node, dtype, dict.fromkeys(places, dtype)) for dtype in (LOW, torch.float32))
+    return Choice(low, fp32, requires_grad(node.graph), True, returned)
+
+
+def net(node: Node) -> Net:
+    """Return the net of a value that its first reader alone reads."""
+    grad = node in requires_grad(node.graph)
+    return Net(node, {next(iter(node.users)): Read(1, None)}, (1, int(grad)), LOW, grad)
+
+
+def casts(prices: Prices) -> list[int]:
+    """Return the prices of nets, which are the same up and down."""
+    assert all(net.up == net.down for net in prices.nets)
+    return [net.up for net in prices.nets]
+
+
+COST = DEVICES["cpu"].launch + 8 * 6  # of a cast of 8 elements
 
 
 def test_a_cast_costs_a_launch_and_its_bytes_and_the_same_again_where_gradients_flow() -> None:
     found = nodes()
-    costs = ByteCosts("cpu", requires_grad(found["x"].graph))
-    assert costs.cast(found["x"]) == DEVICES["cpu"].launch + 8 * 6
-    assert costs.cast(found["relu"]) == 2 * (DEVICES["cpu"].launch + 8 * 6)
+    assert casts(ByteCosts("cpu").price([], [net(found["x"]), net(found["relu"])])) == [COST, 2 * COST]
 
 
 def test_an_op_costs_the_bytes_that_it_reads_and_writes_and_a_view_nothing() -> None:
     found = nodes()
-    costs = ByteCosts("cpu", requires_grad(found["x"].graph))
-    prices, _ = costs.price([*runs(found["relu"]), *runs(found["view"])], [])
-    assert prices == [3 * 16 * 2, 3 * 16 * 4, 0, 0]
+    prices = ByteCosts("cpu").price([choice(found["relu"]), choice(found["view"])], [])
+    assert prices.nodes == [(3 * 16 * 2, 3 * 16 * 4), (0, 0)]
+
+
+def test_an_op_whose_result_leaves_the_graph_in_fp32_costs_the_same_on_both_sides() -> None:
+    prices = ByteCosts("cpu").price([choice(nodes()["relu"], returned=True)], [])
+    assert prices.nodes == [(3 * 16 * 4, 3 * 16 * 4)]
 
 
 def test_gradients_flow_from_parameters_and_from_what_nothing_is_known_of() -> None:
@@ -82,15 +102,14 @@ class Times:
         return {call: taken for call, taken in found.items() if taken is not None}
 
 
-def price(times: Times, text: str = TEXT, name: str = "relu", casts: Sequence[str] = ()) -> tuple[list[int], list[int]]:
+def price(times: Times, text: str = TEXT, name: str = "relu", of: Sequence[str] = ()) -> Prices:
     found = nodes(text)
-    costs = MeasuredCosts("cpu", LOW, requires_grad(found["x"].graph), times)
-    return costs.price(runs(found[name]), [found[c] for c in casts])
+    return MeasuredCosts("cpu", times).price([choice(found[name])], [net(found[c]) for c in of])
 
 
 def test_an_op_is_timed_in_both_dtypes_with_all_that_its_time_depends_on() -> None:
     times = Times(**{"aten.linear.default(bfloat16": 500, "aten.linear.default(float32": 700})
-    assert price(times, name="linear")[0] == [525, 700]  # low must win by more than 5 %
+    assert price(times, name="linear").nodes == [(525, 700)]  # low must win by more than 5 %
     assert times.asked == [
         "aten.linear.default(bfloat16[2, 4]/[4, 1], bfloat16[4, 4]/[4, 1]')",  # gradients flow to the weight alone
         "aten.linear.default(float32[2, 4]/[4, 1], float32[4, 4]/[4, 1]')",
@@ -99,7 +118,7 @@ def test_an_op_is_timed_in_both_dtypes_with_all_that_its_time_depends_on() -> No
 
 def test_a_cast_costs_its_share_of_several_round_trips() -> None:
     times = Times(round_trips=2 * ROUND_TRIPS * 30)
-    assert price(times, casts=["x", "linear"])[1] == [30, 30]
+    assert casts(price(times, of=["x", "linear"])) == [30, 30]
     assert [key for key in times.asked if key.startswith("round")] == [
         "round_trips(float32[2, 4]/[4, 1], torch.bfloat16)",
         "round_trips(float32[2, 4]/[4, 1]', torch.bfloat16)",
@@ -109,19 +128,19 @@ def test_a_cast_costs_its_share_of_several_round_trips() -> None:
 
 def test_equal_calls_are_timed_once() -> None:
     times = Times(round_trips=80)
-    price(times, casts=["linear", "relu"])
+    price(times, of=["linear", "relu"])
     assert len(times.asked) == len(set(times.asked)) == 3
 
 
 def test_what_runs_in_one_dtype_only_is_estimated_in_both() -> None:
     found = nodes()
-    estimated, _ = ByteCosts("cpu", requires_grad(found["x"].graph)).price(runs(found["relu"]), [])
-    assert price(Times(**{"aten.relu.default(bfloat16": 100_000}))[0] == [cost // 10 for cost in estimated]
+    ((low, fp32),) = ByteCosts("cpu").price([choice(found["relu"])], []).nodes
+    assert price(Times(**{"aten.relu.default(bfloat16": 100_000})).nodes == [(low // 10, fp32 // 10)]
 
 
 def test_a_view_is_not_timed() -> None:
     times = Times(aten=9)
-    assert price(times, name="view")[0] == [0, 0]
+    assert price(times, name="view").nodes == [(0, 0)]
     assert times.asked == []
 
 
@@ -131,7 +150,8 @@ def test_a_filler_says_what_it_is() -> None:
 
 def compiled(times: Times | None, policy: Policy = MEASURED, text: str = TEXT, plan: Plan | None = None) -> Plan:
     gm = parse(text)
-    return compile_graph(gm.graph, policy, gm.get_parameter, plan=plan, timer=times, capture="graph")
+    costs = None if times is None else MeasuredCosts("cpu", times)
+    return compile_graph(gm.graph, policy, gm.get_parameter, plan=plan, costs=costs, capture="graph")
 
 
 SLOW = {"aten.linear.default(bfloat16": 1000, "aten.linear.default(float32": 1500, "aten.relu": 10}
@@ -182,3 +202,85 @@ def test_o0_lists_every_node_as_it_is(cost: str) -> None:
 def test_costs_cannot_be_measured_without_a_timer() -> None:
     with pytest.raises(PolicyError, match="cost='measured' needs shapes to measure: give convert example inputs"):
         compiled(None)
+
+
+# Costs that change others.
+
+CHAIN = """
+    x: f32[2, 4]
+    w: f32[4, 4] = param
+    gain: f32[4] = param
+    linear: f32[2, 4] = linear(x, w)
+    tanh: f32[2, 4] = tanh(linear)
+    scaled: f32[2, 4] = mul.Tensor(tanh, gain)
+    last: f32[2, 4] = linear(scaled, w)
+    return last
+"""
+O2 = Policy("O2", dtype=LOW, device="cpu")
+
+
+def colours(costs: CostModel | None) -> dict[str, str]:
+    gm = parse(CHAIN)
+    plan = compile_graph(gm.graph, O2, gm.get_parameter, capture="graph", costs=costs)
+    return {d.op: d.colour for d in plan.decisions}
+
+
+def test_a_penalty_smaller_than_a_unit_counts() -> None:
+    found = nodes()
+    penalties = Penalties(ByteCosts("cpu"), {"/relu#0": 0.25}, {("/view#0", "/relu#0"): 0.5})
+    plain, prices = ((c.price([choice(found["relu"])], [net(found["relu"])])) for c in (ByteCosts("cpu"), penalties))
+    (low, fp32), (cast,) = plain.nodes[0], casts(plain)
+    assert prices.nodes == [(low * PARTS + PARTS // 4, fp32 * PARTS)]
+    assert [(n.readers, n.up, n.down) for n in prices.nets] == [
+        ((found["view"],), cast * PARTS, cast * PARTS),
+        ((found["view"],), 0, PARTS // 2),
+    ]
+
+
+def test_a_graph_that_runs_often_counts_a_parameters_cast_once_and_its_gradients_each_time() -> None:
+    found = nodes()
+    costs = Frequencies(ByteCosts("cpu"), runs=5)
+    prices = costs.price([choice(found["relu"])], [net(found[n]) for n in ("x", "w", "relu")])
+    weight = DEVICES["cpu"].launch + 16 * 6
+    assert prices.nodes == [(5 * 3 * 16 * 2, 5 * 3 * 16 * 4)]
+    assert casts(prices) == [5 * COST, weight + 5 * weight, 10 * COST]
+
+
+def test_costs_are_put_together() -> None:
+    dear = {"/tanh#0": 1e9}
+    assert colours(None) == colours(ByteCosts("cpu")) == dict.fromkeys(("linear", "tanh", "mul"), "bfloat16")
+    assert colours(Penalties(Frequencies(ByteCosts("cpu"), runs=3), dear, {}))["tanh"] == "float32"
+    assert colours(Frequencies(Penalties(ByteCosts("cpu"), dear, {}), runs=3))["tanh"] == "float32"
+
+
+class Answers:
+    """A cost model that gives what it is told."""
+
+    objective = "does what it is told"
+
+    def __init__(self, prices: Callable[[Sequence[Choice], Sequence[Net]], Prices]) -> None:
+        self.price = prices
+
+
+@pytest.mark.parametrize(
+    ("prices", "words"),
+    [
+        (lambda nodes, nets: Prices([(0, -1)] * len(nodes), []), "prices tanh at -1: a price is an integer"),
+        (lambda nodes, nets: Prices([(0.5, 0)] * len(nodes), []), "prices tanh at 0.5: a price is an integer"),  # type: ignore[list-item]
+        (lambda nodes, nets: Prices([(True, 0)] * len(nodes), []), "prices tanh at True: a price is an integer"),
+        (lambda nodes, nets: Prices([(0, 0)] * len(nodes), [n.at(-2, 0) for n in nets]), "prices .* at -2: a price"),
+        (lambda nodes, nets: Prices([], []), "prices 0 of 2 nodes: each has a pair"),
+        (
+            lambda nodes, nets: Prices([(0, 0)] * len(nodes), [replace(n.at(1, 1), readers=(n.value,)) for n in nets]),
+            "prices a read of .*, which it was not asked for",
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    "around",
+    [lambda c: c, lambda c: Penalties(c, {}, {}), lambda c: Frequencies(c, 2)],
+    ids=["alone", "with penalties", "often"],
+)
+def test_prices_that_are_none_are_refused_by_the_name_of_the_model(prices: Any, words: str, around: Any) -> None:
+    with pytest.raises(PolicyError, match=f"^Answers {words}"):
+        colours(around(Answers(prices)))

@@ -10,7 +10,8 @@ import networkx as nx
 import pytest
 from networkx.algorithms.flow import boykov_kolmogorov
 
-from passes.assign.place.cut import Net, Problem, Side, Variable, blocks, solve
+from passes.assign.place.cut import Problem, Side, Variable, blocks, solve
+from passes.contract.costs import PricedNet
 
 
 def problem(seed: int, free: int) -> Problem:
@@ -27,7 +28,7 @@ def problem(seed: int, free: int) -> Problem:
         )
         if readers:
             absorbs = tuple(draw.choice([None, None, 0, draw.randrange(9)]) for _ in readers) * draw.randrange(2)
-            made.nets.append(Net(name, tuple(readers), draw.randrange(1, 15), draw.randrange(1, 15), absorbs))
+            made.nets.append(PricedNet(name, tuple(readers), draw.randrange(1, 15), draw.randrange(1, 15), absorbs))
     for _ in range(draw.randrange(3)):
         v, w = draw.sample(names, 2) if free > 1 else (names[0], names[0])
         made.implies.append((v, w))
@@ -47,10 +48,14 @@ def chain(seed: int, layers: int) -> Problem:
             made.add(name, draw.randrange(20), draw.randrange(20))
         ends: list[Variable] = [*inner, Side.LOW, Side.FP32, f"x{i + 1}"]
         made.nets.append(
-            Net(f"x{i}", (inner[0], f"x{i + 1}", *draw.sample(ends, 1)), draw.randrange(1, 15), draw.randrange(1, 15))
+            PricedNet(
+                f"x{i}", (inner[0], f"x{i + 1}", *draw.sample(ends, 1)), draw.randrange(1, 15), draw.randrange(1, 15)
+            )
         )
         made.nets += [
-            Net(name, tuple(draw.sample(ends, draw.randrange(1, 4))), draw.randrange(1, 15), draw.randrange(1, 15))
+            PricedNet(
+                name, tuple(draw.sample(ends, draw.randrange(1, 4))), draw.randrange(1, 15), draw.randrange(1, 15)
+            )
             for name in inner
         ]
         if draw.random() < 0.3:
@@ -88,7 +93,7 @@ def test_a_chain_of_blocks_is_cut_as_brute_force_would(part: int) -> None:
 
 def test_an_implication_is_felt_through_the_blocks_between() -> None:
     p = chain(0, 0)
-    p.nets = [Net(f"x{i}", (f"x{i + 1}",), 1, 1) for i in range(50)]
+    p.nets = [PricedNet(f"x{i}", (f"x{i + 1}",), 1, 1) for i in range(50)]
     for i in range(51):
         p.add(f"x{i}", 0, 0)
     p.implies = [*((f"x{i}", f"x{i + 1}") for i in range(50)), ("x50", Side.FP32)]
@@ -119,10 +124,10 @@ def paint(p: Problem) -> set[Variable]:
     neighbours: dict[Variable, set[Variable]] = {v: set() for v in p.low}
     for net in p.nets:
         for reader in net.readers:
-            if net.tensor in neighbours:
-                neighbours[net.tensor].add(reader)
+            if net.value in neighbours:
+                neighbours[net.value].add(reader)
             if reader in neighbours:
-                neighbours[reader].add(net.tensor)
+                neighbours[reader].add(net.value)
     denied = {v for v, w in p.implies if w == Side.FP32}
     while more := {v for v, w in p.implies if w in denied} - denied:
         denied |= more
@@ -146,7 +151,7 @@ def test_the_cut_never_costs_more_than_a_greedy_painter(seeds: range) -> None:
 def test_a_shared_cast_is_paid_once() -> None:
     p = Problem()
     p.add("v", 0, 0)
-    p.nets = [Net("v", (Side.FP32, Side.FP32, Side.FP32), 10, 99), Net(Side.LOW, ("v",), 25, 99)]
+    p.nets = [PricedNet("v", (Side.FP32, Side.FP32, Side.FP32), 10, 99), PricedNet(Side.LOW, ("v",), 25, 99)]
     assert p.cost(["v"]) == 10
     assert solve(p) == {"v"}
 
@@ -166,7 +171,7 @@ def test_of_equal_cuts_the_one_with_the_smallest_fp32_side_is_taken() -> None:
 
 def test_fixed_sides_and_shared_variables_separate_blocks() -> None:
     read = (("a", ("b", Side.LOW)), (Side.FP32, ("b", "c")), ("d", (Side.FP32,)), ("c", ("e", "f")))
-    p = Problem(nets=[Net(tensor, readers, 1, 1) for tensor, readers in read])
+    p = Problem(nets=[PricedNet(tensor, readers, 1, 1) for tensor, readers in read])
     for v in "abcdef":
         p.add(v, 0, 0)
     found = {"".join(sorted(map(str, (*part.low, *([] if top is None else [top]))))): top for part, top in blocks(p)}

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 import fxamp
 from fxamp.view.view import runner_of
-from passes import compile_graph
+from passes import ByteCosts, Penalties, compile_graph
 from passes.assign.place import choose_storage as placing
-from passes.contract.costs import Penalties
 from passes.contract.errors import VerificationError
 from passes.graph.notes import is_inserted, note
 from reports.baseline import UnderAutocast
@@ -300,7 +299,7 @@ def test_penalties_move_a_value_to_fp32_where_they_outweigh_its_casts() -> None:
 
     def colours(values: dict[str, float], casts: dict[tuple[str, str], float]) -> dict[str, str]:
         view = fxamp.convert(Net(between), policy="O2,dtype=bf16")
-        runner_of(view).penalties = Penalties(values, casts)
+        runner_of(view).costs = Penalties(ByteCosts("cpu"), values, casts)
         view(X)
         return {d.key: d.colour for d in fxamp.plan_of(view).decisions}
 
@@ -310,3 +309,28 @@ def test_penalties_move_a_value_to_fp32_where_they_outweigh_its_casts() -> None:
     assert colours({key: 1.0}, {}) == plain
     assert colours({key: 1e9}, {})[key] == "float32"
     assert colours({key: 1e9}, {("second/linear#0", key): 2e9})[key] == "bfloat16"  # its cast would cost more
+
+
+def test_a_parameter_that_two_nodes_read_is_cast_once_and_so_is_it_counted() -> None:
+    gm = parse(
+        """
+        x: f32[2, 8]
+        w: f32[8, 8] = buffer
+        gain: f32[2, 8] = buffer
+        y: f32[2, 8] = linear(x, w)
+        a: f32[2, 8] = mul.Tensor(y, gain)
+        b: f32[2, 8] = mul.Tensor(y, gain)
+        both: f32[2, 8] = sub.Tensor(a, b)
+        z: f32[2, 8] = linear(both, w)
+        return z
+        """
+    )
+    traced = copy.deepcopy(gm)  # as symbolic tracing reads an attribute: by a node at each place
+    gain, b = (next(n for n in traced.graph.nodes if n.name == name) for name in ("gain", "b"))
+    with traced.graph.inserting_before(b):
+        b.args = (b.args[0], traced.graph.get_attr("gain"))
+    b.args[1].meta.update(gain.meta)
+    policy = fxamp.Policy("O2", dtype="bf16", device="cpu")
+    once, twice = (compile_graph(m.graph, policy, m.get_buffer, capture="graph") for m in (gm, traced))
+    assert {d.colour for d in once.decisions} == {"bfloat16"}
+    assert (twice.decisions, twice.casts) == (once.decisions, once.casts)
