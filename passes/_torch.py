@@ -316,6 +316,11 @@ def runs_its_forward_alone(module: torch.nn.Module) -> bool:
     return not any(hooks)
 
 
+# What a call is made of. A change of its arguments gives a node new objects for them. The public properties `args` and
+# `kwargs` are written in Python, and took most of the time of a look at a node.
+parts_of: Callable[[torch.fx.Node], tuple[Any, ...]] = operator.attrgetter("op", "target", "_args", "_kwargs")
+
+
 def codegen_of(graph: torch.fx.Graph) -> Any:
     """Return what makes a graph's code, which flattens the containers of inputs and outputs; torch only sets it."""
     return graph._codegen

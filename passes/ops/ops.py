@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -139,10 +140,67 @@ def name(node: Node) -> str:
     """
     if node.op == "call_module":
         return f"module:{getattr(node.meta.get(NOTE), 'leaf', '') or node.target}"
+    return _view(node).name if node.op in ("call_function", "call_method") else ""
+
+
+class OpView:
+    """A call as analyses read it, worked out once for a node as it is: they ask for its name a hundred times.
+
+    Attributes:
+        op, target, args, kwargs: What the call was made of when it was read. Whoever changes a node gives it other
+            objects, so its view holds as long as these are the same.
+        name: The canonical name of its op.
+        values: The values of the nodes that it reads when they were looked at; on these depends what follows.
+        schema: The schema of the overload that the call fits, or None.
+        names: The names of its positional arguments.
+        operands: The nodes among its arguments that give no number.
+    """
+
+    __slots__ = ("args", "kwargs", "name", "names", "op", "operands", "schema", "target", "values")
+
+    def __init__(self, node: Node, op: str, target: Any, args: Any, kwargs: Any) -> None:
+        self.op, self.target, self.args, self.kwargs = op, target, args, kwargs
+        self.name = _name(node) if op in ("call_function", "call_method") else ""
+        self.values: list[Any] | None = None
+
+    def read(self, node: Node, values: list[Any]) -> None:
+        """Find the overload and the operands of the call, for these values of the nodes that it reads."""
+        self.schema = _schema(node, self.name)
+        self.names = _names(node, self.schema)
+        operands: list[Operand] = []
+
+        def note(operand: Operand) -> Node:
+            operands.append(operand)
+            return operand.node
+
+        _map(node, self.names, note)
+        self.operands, self.values = tuple(operands), values
+
+
+_VIEW = "_fxamp_view"  # an attribute of the node: in `meta` it would go into copies of a graph, and hold the first one
+
+
+def _view(node: Node) -> OpView:
+    """Return the view of a call, without what depends on values."""
+    view: OpView | None = node.__dict__.get(_VIEW)
+    op, target, args, kwargs = _torch.parts_of(node)
+    if view is not None and args is view.args and target is view.target and kwargs is view.kwargs and op == view.op:
+        return view
+    view = node.__dict__[_VIEW] = OpView(node, op, target, args, kwargs)
+    return view
+
+
+def _full_view(node: Node) -> OpView:
+    """Return the view of a call, with its overload and its operands."""
+    view, values = _view(node), [n.meta.get("val") for n in node.all_input_nodes]
+    if view.values is None or not all(map(operator.is_, values, view.values)):
+        view.read(node, values)
+    return view
+
+
+def _name(node: Node) -> str:
     if node.op == "call_method":
         return _of_method(str(node.target))
-    if node.op != "call_function":
-        return ""
     if node.target is regions.under_autocast:
         return str(of_target(node.args[0]))  # type: ignore[arg-type]  # an operator, which hashes
     if node.target is getattr:
@@ -207,8 +265,9 @@ def operator_of(node: Node) -> Any:
 
 def _suffix(node: Node, plain: str) -> str:
     """Return what the literal arguments of a Python function add to its name."""
+    names = _python_names(node.target) or ()
     for key, suffixes in _SUFFIXES.items():
-        value = argument(node, key)
+        value = _argument(node, names, key)
         suffix = suffixes.get(value, "") if isinstance(value, (bool, str)) else ""
         if suffix and not plain.endswith(suffix) and (suffix == "_" or "." not in plain):
             return suffix
@@ -236,9 +295,12 @@ def first_schema(op: str) -> Any:
 
 def schema_of(node: Node) -> Any:
     """Return the schema of the overload that a call fits, which marks aliases and writes; None if there is none."""
+    return own_schema(node.target) if isinstance(node.target, OpOverload) else _full_view(node).schema
+
+
+def _schema(node: Node, op: str) -> Any:
     if isinstance(node.target, OpOverload):
         return own_schema(node.target)
-    op = name(node)
     op = op if _schemas(op) else op.removesuffix("_")
     if inspect.isfunction(node.target):  # its arguments may have another order
         return first_schema(op)
@@ -248,8 +310,9 @@ def schema_of(node: Node) -> Any:
 def is_number(value: Node) -> bool:
     """Say whether a node gives Python numbers, such as a size, and no tensor: to a reader it is what a constant is."""
     given = value.meta.get("val")
-    parts = given if isinstance(given, (tuple, list)) else (given,)
-    return bool(parts) and all(isinstance(part, _torch.NUMBERS) for part in parts)
+    if isinstance(given, (tuple, list)):
+        return bool(given) and all(isinstance(part, _torch.NUMBERS) for part in given)
+    return isinstance(given, _torch.NUMBERS)
 
 
 def carries_number(node: Node) -> bool:
@@ -267,30 +330,28 @@ def inputs(node: Node) -> list[Node]:
 
 def operands(node: Node) -> Iterator[Operand]:
     """Yield every operand of a call, a Node that gives no number, with the argument that it is part of."""
-    operands: list[Operand] = []
-
-    def note(operand: Operand) -> Node:
-        operands.append(operand)
-        return operand.node
-
-    _map(node, note)
-    return iter(operands)
+    return iter(_full_view(node).operands)
 
 
 def map_operands(node: Node, replace: Callable[[Operand], Node]) -> None:
     """Replace each operand of a node in place, position by position (one value may stand in several)."""
-    node.args, node.kwargs = _map(node, replace)
+    node.args, node.kwargs = _map(node, names_of(node), replace)
 
 
 def argument(node: Node, key: str, default: Any = None) -> Any:
     """Return the value of an argument of a call by its name, wherever it was passed."""
-    names = names_of(node)
+    return _argument(node, names_of(node), key, default)
+
+
+def _argument(node: Node, names: tuple[str, ...], key: str, default: Any = None) -> Any:
     values = dict(zip(names, node.args, strict=False))
     values |= {k if k in names else _KEYWORDS.get(k, k): v for k, v in node.kwargs.items()}
     return values.get(key, default)
 
 
-def _map(node: Node, replace: Callable[[Operand], Node]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _map(
+    node: Node, names: tuple[str, ...], replace: Callable[[Operand], Node]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a node with each operand replaced, at any depth."""
 
     def inside(where: str, arg: Any) -> Any:
@@ -303,18 +364,20 @@ def _map(node: Node, replace: Callable[[Operand], Node]) -> tuple[tuple[Any, ...
 
         return map_aggregate(arg, leaf)
 
-    names = names_of(node)
     args = tuple(inside(names[i] if i < len(names) else f"arg{i}", a) for i, a in enumerate(node.args))
     return args, {k: inside(k if k in names else _KEYWORDS.get(k, k), a) for k, a in node.kwargs.items()}
 
 
 def names_of(node: Node) -> tuple[str, ...]:
     """Return the names of the positional arguments of a call."""
+    return _full_view(node).names
+
+
+def _names(node: Node, schema: Any) -> tuple[str, ...]:
     if not node.op.startswith("call") or node.op == "call_module":
         return ()
-    target: Any = node.target
-    python = _python_names(target)
-    return python if python is not None else _positional(schema_of(node), node.op == "call_method")
+    python = _python_names(node.target)
+    return python if python is not None else _positional(schema, node.op == "call_method")
 
 
 @functools.lru_cache(maxsize=4096)

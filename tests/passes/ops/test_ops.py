@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import operator
 import re
@@ -549,6 +550,61 @@ def test_a_node_that_holds_a_size_stands_for_an_int() -> None:
     x, size = inputs("x", "size")
     size.meta["val"] = 3
     assert ops.schema_of(call(torch.max, x, size)).overload_name == "dim"
+
+
+def _changed_target(node: Node, x: Node, y: Node) -> None:
+    node.target = torch.mul
+
+
+def _becomes_a_number(node: Node, x: Node, y: Node) -> None:
+    y.meta["val"] = 3
+
+
+CHANGES: dict[str, Callable[[Node, Node, Node], Any]] = {
+    "target": _changed_target,
+    "args": lambda node, x, y: setattr(node, "args", (y, 1)),
+    "kwargs": lambda node, x, y: setattr(node, "kwargs", {"dim": 1}),
+    "one argument": lambda node, x, y: node.update_arg(0, y),
+    "one keyword": lambda node, x, y: node.update_kwarg("keepdim", True),
+    "an argument more": lambda node, x, y: node.insert_arg(1, y),
+    "an operand": lambda node, x, y: node.replace_input_with(x, y),
+    "all readers": lambda node, x, y: x.replace_all_uses_with(y),
+    "a value": _becomes_a_number,
+    "an operand mapped": lambda node, x, y: ops.map_operands(node, lambda o: y if o.node is x else x),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+@pytest.mark.parametrize("target", [torch.max, "max", torch.ops.aten.add.Tensor, F.softmax])
+def test_what_is_read_of_a_call_follows_every_change_of_it(target: Any, change: Any) -> None:
+    def read(node: Node) -> tuple[Any, ...]:
+        operands = [(o.name, o.index, o.node.name) for o in ops.operands(node)]
+        arguments = [str(ops.argument(node, key)) for key in ("dim", "keepdim")]
+        return ops.name(node), operands, str(ops.schema_of(node)), ops.names_of(node), arguments
+
+    def build() -> tuple[Node, Node, Node]:
+        x, y = inputs("x", "y")
+        at = x.graph.call_method if isinstance(target, str) else x.graph.call_function
+        return at(target, (x, y), {}), x, y
+
+    seen, fresh = build(), build()
+    before = read(seen[0])
+    change(*seen)
+    change(*fresh)
+    assert read(seen[0]) == read(fresh[0])
+    assert read(seen[0]) != before
+
+
+def test_what_is_read_of_a_call_does_not_go_into_copies_of_its_graph() -> None:
+    x, y = inputs("x", "y")
+    x.graph.output(x.graph.call_function(torch.add, (x, y)))
+    assert [list(ops.operands(n)) for n in x.graph.nodes if n.op == "call_function"] == [
+        [("self", 0, x), ("other", 0, y)]
+    ]
+    copied = copy.deepcopy(x.graph)
+    (call_of_copy,) = copied.find_nodes(op="call_function", target=torch.add)
+    assert {o.node.graph for o in ops.operands(call_of_copy)} == {copied}
+    assert not any(value is x for value in vars(call_of_copy).values())
 
 
 def test_the_schema_of_an_op_without_one_is_none() -> None:
