@@ -113,6 +113,6 @@ class MeasureError(FxampError):
     """
 
 
-def in_short(error: Exception) -> str:
+def in_short(error: BaseException) -> str:
     """Return the type of an error and the first line of its text."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
