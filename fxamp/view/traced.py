@@ -9,6 +9,7 @@ the loss, stays as it was traced.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -162,7 +163,8 @@ def _rewritten(runner: Runner, part: GraphModule, examples: list[Any]) -> Conver
     """Convert a graph, with the model of a view for the one that is called: whoever asks finds this frame."""
     outer = begin(Call(runner.model, (), {}, _CODE))
     try:
-        with no_autocast():  # of its code; the region round the graph is the view's
+        # A region in the graph is the view's. Without one a break lies in the region, which is on round the graph.
+        with no_autocast() if _marked(part.graph) else contextlib.nullcontext():
             return rewrite(part, examples, runner.policy, runs_on=runner.device)[0]
     finally:
         begin(outer)

@@ -457,3 +457,27 @@ def test_for_a_cuda_graph_gradients_stay_where_they_are_and_are_zeroed() -> None
     assert all(map(torch.equal, ours, theirs))
     assert all(found == addresses[0] for found in addresses)
     assert not any(g.any() for g in gradients)
+
+
+def test_behind_a_break_a_compiled_step_decides_as_an_uncompiled_one() -> None:
+    def breaks(self: Any, x: Tensor) -> Tensor:
+        h = self.first(x)
+        torch._dynamo.graph_break()
+        scores = self.middle(h).pow(3.0)
+        lowest = torch.finfo(scores.dtype).min
+        return self.last(scores.masked_fill(scores > 2, lowest).softmax(-1).to(scores.dtype))
+
+    x, y = torch.randn(8, 4), torch.randint(3, (8,))
+    decided = []
+    for compiles in (False, "aot_eager"):
+        torch.manual_seed(0)
+        model = Layers(breaks, first=nn.Linear(4, 4), middle=nn.Linear(4, 4), last=nn.Linear(4, 3))
+        step = fxamp.TrainStep(
+            fxamp.convert(model, policy="O2,dtype=bf16"), F.cross_entropy, torch.optim.SGD(model.parameters(), 0.1),
+            compile=compiles,
+        )  # fmt: skip
+        loss = step(x, y).loss
+        plan = fxamp.plan_of(step.model)
+        decided.append((loss, [(d.op, d.colour, d.autocast_dtype, d.reason) for d in plan.decisions]))
+    assert decided[0] == decided[1]
+    assert ("pow", "bfloat16") in [row[:2] for row in decided[0][1]]
