@@ -47,7 +47,7 @@ def preparing(policy: Policy) -> tuple[Pass, ...]:
 def rewriting(policy: Policy) -> tuple[Pass, ...]:
     """Return the passes that carry out what AssignPrecision has decided."""
     eliminate = EliminateCasts(policy.sharing, policy.device or "cpu")
-    return (InsertCasts(), eliminate, RunUnderAutocast(policy), Annotate())
+    return (InsertCasts(), eliminate, RunUnderAutocast(), Annotate())
 
 
 NAMES = tuple(step.name for step in (*preparing(Policy()), AssignPrecision(Policy()), *rewriting(Policy())))
@@ -141,7 +141,7 @@ def _compiled(unit: Unit, steps: Sequence[Pass], edits: Counter[str], done: dict
                 entered = Unit(body.graph, body.attribute, border, simulated=simulated)
                 units += _compiled(entered, steps, edits, done)
                 body.module.recompile()
-            results, expected = body.dtypes(done[body.graph].dtypes), unit.decided.dtypes[node]
+            results, expected = body.dtypes(dict(done[body.graph].dtypes)), unit.decided.dtypes[node]
             if body.first is not None and results != expected:
                 raise VerificationError(
                     f"the body of {node.name} gives {results}, its plan says {expected}. "
@@ -157,9 +157,9 @@ def _run(unit: Unit, steps: Sequence[Pass], edits: Counter[str]) -> Unit:
             watcher.before(step, unit)
         result, fired = step(unit), dict[str, int]()
         if isinstance(result, Assignment):
-            unit = replace(unit, assignment=result)
+            unit = unit.after(result)
         else:
-            fired = result
+            unit, fired = unit.after(), result
         edits.update({f"{step.name}/{rule}": n for rule, n in fired.items()})  # those too that fired 0 times
         for watcher in reversed(watchers()):  # verification last: it is no part of a pass, and may raise
             watcher.after(step, unit, fired)

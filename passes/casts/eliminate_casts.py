@@ -132,7 +132,7 @@ def _share(graph: Graph, assignment: Assignment, mode: str) -> int:
         value = cast.args[0]
         if not is_inserted(cast) and not _is_lent(cast, assignment, aliases):
             continue
-        by_rule = all(u in assignment.colours and assignment.colours[u].kind == LOW for u in cast.users)
+        by_rule = all(u in assignment.colours and assignment.colours[u].reason.kind == LOW for u in cast.users)
         if not shares_cast(mode, value, cast, is_inserted(cast) and by_rule, grad):
             continue
         keep = first.setdefault((*_what_is_cast(cast), modes[cast], aliases.epoch(value, cast)), cast)

@@ -86,7 +86,7 @@ def test_what_a_pass_breaks_is_found_after_it(ensures: Ensures) -> None:
 
         def __call__(self, unit: Unit) -> dict[str, int]:
             relu = next(n for n in unit.graph.nodes if n.name == "second")
-            unit.decided.dtypes[relu] = torch.float64
+            unit.inserted[relu] = torch.float32, torch.float64
             return {}
 
     gm, _ = compiled()
@@ -143,7 +143,7 @@ def test_a_second_run_of_the_passes_that_eliminate_finds_nothing() -> None:
     gm = parse(TEXT)
     unit = _run(Unit(gm.graph, functools.partial(attribute_of, gm)), (AssignPrecision(POLICY),), Counter())
     edits: Counter[str] = Counter()
-    _run(unit, rewriting(POLICY), edits)
+    unit = _run(unit, rewriting(POLICY), edits)
     before = dict(edits)
     _run(unit, [step for step in rewriting(POLICY) if step.name == "eliminate-casts"], edits)
     assert edits == before

@@ -176,7 +176,7 @@ def as_it_stands(gm: GraphModule) -> Assignment:
     """Return the assignment of a graph whose types are as they should be."""
     dtypes = original_dtypes(gm.graph, gm.get_parameter)
     returned = {n: dtypes[n] for n in gm.graph.output_node().all_input_nodes}
-    return Assignment({}, dict(dtypes), dtypes, returned, Inference())
+    return Assignment({}, dtypes, dtypes, returned, Inference())
 
 
 def unit_of(graph: Graph, assignment: Assignment) -> Unit:

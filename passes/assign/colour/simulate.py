@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
-from ...contract.reasons import Code
-from ...form import Colouring
+from ...contract.reasons import ByBody, Code
+from ...form import Choice
 from ...graph.aliases import Aliases, is_opaque, may_write
 from ...graph.bodies import Body, Border
 from ...graph.notes import note_of
@@ -30,7 +30,7 @@ from ...graph.values import (
 )
 from ...ops import ops
 from ...ops.facts import accumulates
-from ...ops.rules import KEEP, row_of
+from ...ops.rules import KEEP, LOW, row_of
 from .decide import decide, site_of
 from .fit import fit_kernel, fit_numbers
 from .operand_casts import keep
@@ -97,11 +97,11 @@ class Simulation(State):
                 self.pinned.add(root)
                 self.pinned.update(map(self.aliases.find, self._references_of_new_copies(members)))
         keeps_sums = self.policy.level.keeps_sums_fp32 and not self.autocast
-        for node, colouring in self.colours.items():
+        for node, choice in self.colours.items():
             written = may_write(node)
             low = any(self.dtypes[w] in LOW_DTYPES and self.original[w] == torch.float32 for w in written)
             sums_low = keeps_sums and low and accumulates(node, row_of(node))
-            if sums_low or any(o.node in written and o.place in colouring.operand_dtypes for o in ops.operands(node)):
+            if sums_low or any(o.node in written and o.place in choice.casts for o in ops.operands(node)):
                 self.pinned.update(self.aliases.find(w) for w in written)
         return len(self.pinned) > self._pinned_before
 
@@ -124,7 +124,7 @@ class Simulation(State):
                 return True
         if self.dtypes[node] not in LOW_DTYPES or self.under_autocast(node) != torch.float32:
             return False
-        readers = (r for r in node.users if r in self.colours and self.colours[r].kind == "low")
+        readers = (r for r in node.users if r in self.colours and self.colours[r].reason.kind == LOW)
         last = self.aliases.epoch(node, self.graph.output_node())
         return any(self.aliases.epoch(node, r) < last for r in readers)
 
@@ -146,26 +146,28 @@ class Simulation(State):
         self.bodies[node] = inside
         self.dtypes[node] = self.original[node] if pinned else body.dtypes(inside.dtypes)
         why = Code.BODY("its body is rewritten, for the dtypes of its operands")
+        why = Code.MUTATED(Code.MUTATED.meaning) if pinned else why
         dtype = first_float(self.dtypes[node]) or torch.float32
-        self.colours[node] = Colouring(dtype, "body", Code.MUTATED(Code.MUTATED.meaning) if pinned else why)
+        self.colours[node] = Choice(dtype, ByBody(why.code, why.detail))
 
     def _visit(self, node: Node, floats: list[ops.Operand]) -> None:
         """Decide on one node, and infer the dtypes of its results."""
         site = site_of(self, node, ops.name(node), floats)
-        colouring = decide(self, site)
-        if colouring is None:
+        choice = decide(self, site)
+        if choice is None:
             return
-        colouring, results = fit_kernel(self, node, colouring)
+        choice, results = fit_kernel(self, node, choice)
         if not self.autocast:
-            dtypes = (colouring.operand_dtypes.get(o.place, self.dtypes[o.node]) for o in floats)
+            dtypes = (choice.casts.get(o.place, self.dtypes[o.node]) for o in floats)
             # Complex numbers of 16 bits are made of FP16, from torch 2.15 on of BF16 too.
             halves = isinstance(results, torch.dtype) and results.is_complex and results.itemsize == 4
             if halves and results != self.original[node] and any(d in LOW_DTYPES for d in dtypes):
                 why = Code.KEEP("complex numbers are not rounded")
-                colouring, results = fit_kernel(self, node, keep(self, site.of_kind(KEEP), why))
-            colouring, results = fit_numbers(self, site, colouring, results)
+                choice, results = fit_kernel(self, node, keep(self, site.of_kind(KEEP), why))
+            choice, results = fit_numbers(self, site, choice, results)
         causes = tuple(o.node for o in floats if o.node in self.colours)
-        self.colours[node], self.dtypes[node] = replace(colouring, causes=causes), results
+        self.colours[node] = replace(choice, reason=replace(choice.reason, causes=causes))
+        self.dtypes[node] = results
 
 
 def _indexed(value: Node) -> Node:

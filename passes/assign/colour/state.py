@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ...contract.policy import Policy
-from ...form import Colours
+from ...contract.reasons import Reason
+from ...form import Choice
 from ...graph.aliases import Aliases
 from ...graph.bodies import Border
 from ...graph.islands import islands
@@ -45,6 +46,10 @@ class Site:
     def of_kind(self, kind: str) -> Site:
         """Return the same call with another kind."""
         return replace(self, kind=kind)
+
+    def says(self, why: Reason, *, final: bool = False) -> Reason:
+        """Return a reason with the kind of the call, unless it is another decider's."""
+        return replace(why, kind=why.kind or self.kind, final=final or why.final)
 
 
 class State:
@@ -92,7 +97,7 @@ class State:
 
     def restart(self) -> None:
         """Reset everything except the pinned alias sets."""
-        self.colours: Colours = {}
+        self.colours: dict[Node, Choice] = {}
         self.dtypes: Dtypes = {**self.original, **self.border.inputs}
         self.upcast: set[Node] = set()
         self.bodies: dict[Node, State] = {}

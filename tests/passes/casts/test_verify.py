@@ -34,8 +34,9 @@ TEXT = """
 def rewritten(gm: GraphModule) -> Assignment:
     """Colour a graph and insert its casts."""
     assignment = AssignPrecision(Policy("O1", dtype=BF16, device="cpu"))(Unit(gm.graph, gm.get_parameter))
-    InsertCasts()(unit_of(gm.graph, assignment))
-    return assignment
+    unit = unit_of(gm.graph, assignment)
+    InsertCasts()(unit)
+    return unit.after().decided
 
 
 def located() -> tuple[GraphModule, Assignment]:
