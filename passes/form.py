@@ -18,6 +18,7 @@ import torch
 from torch.fx import Graph, Node
 
 from .contract.plan import Decision
+from .contract.policy import Target
 from .contract.reasons import Reason
 from .graph.bodies import Border
 from .graph.notes import CAST_OPERAND, note, origin
@@ -148,6 +149,7 @@ class Unit:
     Attributes:
         graph: as captured at first; changed in place.
         attribute: resolves the target of a get_attr.
+        target: the device and the low dtype that it is compiled for.
         border: the dtypes at its edges, and the graphs inside it.
         index: its number in the plan.
         simulated: for the body of a higher-order op, what its caller has decided for it.
@@ -157,6 +159,7 @@ class Unit:
 
     graph: Graph
     attribute: Callable[[str], Any]
+    target: Target
     border: Border = field(default_factory=Border)
     index: int = 0
     simulated: Any = None

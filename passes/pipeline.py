@@ -24,7 +24,7 @@ from .contract.costs import Call, Penalties, Timer
 from .contract.errors import PlanError, VerificationError
 from .contract.plan import Plan
 from .contract.plan_format import REMEDY
-from .contract.policy import Policy, check_used
+from .contract.policy import Policy, Target, check_used
 from .form import Assignment, Pass, Unit
 from .graph.bodies import Border, all_graphs, bodies_of
 from .graph.notes import is_inserted
@@ -46,8 +46,7 @@ def preparing(policy: Policy) -> tuple[Pass, ...]:
 
 def rewriting(policy: Policy) -> tuple[Pass, ...]:
     """Return the passes that carry out what AssignPrecision has decided."""
-    eliminate = EliminateCasts(policy.sharing, policy.device or "cpu")
-    return (InsertCasts(), eliminate, RunUnderAutocast(), Annotate())
+    return (InsertCasts(), EliminateCasts(policy.sharing), RunUnderAutocast(), Annotate())
 
 
 NAMES = tuple(step.name for step in (*preparing(Policy()), AssignPrecision(Policy()), *rewriting(Policy())))
@@ -87,10 +86,11 @@ def compile_graph(
         PlanError: the plan does not fit the graph, or stores a value low that a reader needs in FP32.
         VerificationError: a pass went wrong; the graph is not to be used.
     """
+    target = Target.of(policy)
     with no_autocast():
         verify(graph)
         edits: Counter[str] = Counter()
-        _prepare(Unit(graph, attribute), preparing(policy), edits, set())
+        _prepare(Unit(graph, attribute, target), preparing(policy), edits, set())
         bodies = bodies_of(graph, attribute) if policy.level.rounds else {}
         if capture != "dynamo":  # an override has to match in only one of several graphs
             every = all_graphs(graph, bodies)
@@ -106,7 +106,7 @@ def compile_graph(
 
         original = policy.output_dtype == "original"
         autocasts = policy.level.rounds and (policy.output_dtype == "autocast" or (original and under_autocast))
-        outermost = Unit(graph, attribute, Border({}, original, autocasts, bodies))
+        outermost = Unit(graph, attribute, target, Border({}, original, autocasts, bodies))
         decide = AssignPrecision(policy, plan, exact, None if timer is None else timed, penalties)
         units = _compiled(outermost, (decide, *rewriting(policy)), edits, {})
     if plan is not None and exact and any(d.graph >= len(units) for d in plan.decisions):
@@ -122,7 +122,7 @@ def _prepare(unit: Unit, steps: Sequence[Pass], edits: Counter[str], done: set[G
     done.add(unit.graph)
     _run(unit, steps, edits)
     for body in itertools.chain.from_iterable(bodies_of(unit.graph, unit.attribute).values()):
-        _prepare(Unit(body.graph, body.attribute), steps, edits, done)
+        _prepare(Unit(body.graph, body.attribute, unit.target), steps, edits, done)
 
 
 def _compiled(unit: Unit, steps: Sequence[Pass], edits: Counter[str], done: dict[Graph, Assignment]) -> list[Unit]:
@@ -138,7 +138,7 @@ def _compiled(unit: Unit, steps: Sequence[Pass], edits: Counter[str], done: dict
             if body.graph not in done:
                 simulated = None if body.first is None else unit.decided.bodies[node]
                 border = Border(bodies=body.bodies()) if simulated is None else simulated.border
-                entered = Unit(body.graph, body.attribute, border, simulated=simulated)
+                entered = Unit(body.graph, body.attribute, unit.target, border, simulated=simulated)
                 units += _compiled(entered, steps, edits, done)
                 body.module.recompile()
             results, expected = body.dtypes(dict(done[body.graph].dtypes)), unit.decided.dtypes[node]
@@ -184,5 +184,5 @@ def _plan_of(policy: Policy, capture: str, notes: tuple[str, ...], units: Sequen
         inserted_casts=sum(edits[f"{InsertCasts.name}/{rule}"] for rule in CAST_REWRITES),
         casts=sum(is_inserted(n) and n.target is not again for unit in units for n in unit.graph.nodes),
         edits=dict(edits),
-        machine=str(this_machine(policy.device or "cpu")),
+        machine=str(this_machine(units[0].target.device)),
     )

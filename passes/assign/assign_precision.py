@@ -44,6 +44,7 @@ from ..ops import ops
 from ..ops.rules import KEEP, LOW, is_registered, row_of
 from .colour.kernels import refuse_untold_writes
 from .colour.simulate import Simulation
+from .colour.strategies import AutocastRules, PolicyRules
 from .place.choose_storage import choose_storage
 from .place.saturate import saturate
 
@@ -91,7 +92,7 @@ class AssignPrecision:
                 "cost='measured' needs shapes to measure: give convert example inputs, or choose cost='bytes', the "
                 "default."
             )
-        refuse_untold_writes(graph, policy.device or "cpu")
+        refuse_untold_writes(graph, unit.target.device)
         simulation = unit.simulated or _simulation(unit, policy, original)
         colours, dtypes = choose_storage(simulation, plan, self.timer if measures else None, self.penalties)
         colours = _named(simulation, saturate(simulation, colours, dtypes))
@@ -107,12 +108,14 @@ class AssignPrecision:
 def _simulation(unit: Unit, policy: Policy, original: Dtypes) -> Simulation:
     """Return what the policy decides before any value is placed, beside what autocast does."""
     graph, infer, border, aliases = unit.graph, Inference(), unit.border, Aliases(unit.graph)
-    plain = Policy("O1", dtype=policy.dtype, device=policy.device)
-    reference = Simulation(plain, graph, original, infer, aliases, autocast=True, border=border)
-    reference.settle()
-    stacks = module_types(graph)
-    simulation = Simulation(policy, graph, original, infer, aliases, stacks=stacks, border=border, reference=reference)
-    simulation.settle()
+    autocast, rules, target = AutocastRules(), PolicyRules(policy.level), unit.target
+    reference = Simulation(autocast, Policy("O1"), target, graph, original, infer, aliases, border=border)
+    autocast.settle(reference)
+    simulation = Simulation(
+        rules, policy, target, graph, original, infer, aliases,
+        stacks=module_types(graph), border=border, reference=reference,
+    )  # fmt: skip
+    rules.settle(simulation)
     return simulation
 
 
@@ -162,7 +165,7 @@ def _named(simulation: Simulation, colours: Colours) -> Colours:
         if wide and (ops.argument(node, "bidirectional") or (len(x.users) > 1 and is_leaf(x))):
             said = Code.SUM_ORDER(f"casts its input once for both directions or other readers ({why})")
             why = why.because(said)
-        kept = why.code is Code.LITERAL or (simulation.aggressive and choice.dtype == torch.float32)
+        kept = why.code is Code.LITERAL or (policy.level.stores_low and choice.dtype == torch.float32)
         ranges = simulation.extremes.ranges_of(node.all_input_nodes) if kept else ()
         if why is not choice.reason or ranges:
             named[node] = replace(choice, reason=replace(why, ranges=ranges))

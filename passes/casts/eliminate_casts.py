@@ -50,17 +50,15 @@ class EliminateCasts:
     Attributes:
         share: which readers share a cast, as `Policy.sharing` has it. Sharing sums the gradients of the readers in the
             low dtype, as autocast's weight cache does.
-        device: decides which ops take a dtype instead of a cast, and from which size on casts share a storage.
     """
 
     name: ClassVar = "eliminate-casts"
     ensures: ClassVar = Ensures.DTYPES
     share: str = "always"
-    device: str = "cpu"
 
     def __call__(self, unit: Unit) -> dict[str, int]:
         """Make the rewrites in one graph with inserted casts, in place."""
-        graph, assignment = unit.graph, unit.decided
+        graph, assignment, device = unit.graph, unit.decided, unit.target.device
         return {
             "no_op": _no_op(graph, assignment),
             "round_trip": _round_trip(graph, assignment),
@@ -68,8 +66,8 @@ class EliminateCasts:
             "share": _share(graph, assignment, self.share),
             "author": _author(graph),
             "promote": _promote(graph, assignment),
-            "dtype_argument": _dtype_argument(graph, assignment, self.device),
-            "share_storage": _share_storage(graph, assignment, self.share, self.device),
+            "dtype_argument": _dtype_argument(graph, assignment, device),
+            "share_storage": _share_storage(graph, assignment, self.share, device),
         }
 
 

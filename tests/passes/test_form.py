@@ -13,7 +13,7 @@ from fxamp.capture.capture_jit import attribute_of
 from passes.assign.assign_precision import AssignPrecision
 from passes.casts.insert_casts import InsertCasts
 from passes.contract.errors import VerificationError
-from passes.contract.policy import Policy
+from passes.contract.policy import Policy, Target
 from passes.form import Ensures, Unit
 from passes.graph.notes import note_of
 from passes.pipeline import _run
@@ -53,7 +53,7 @@ class _Inserts:
 def unit() -> Unit:
     gm = parse(TEXT)
     steps = (AssignPrecision(POLICY), InsertCasts())
-    return _run(Unit(gm.graph, functools.partial(attribute_of, gm)), steps, Counter())
+    return _run(Unit(gm.graph, functools.partial(attribute_of, gm), Target.of(POLICY)), steps, Counter())
 
 
 def test_nothing_that_was_decided_can_be_changed() -> None:

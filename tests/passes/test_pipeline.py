@@ -21,7 +21,7 @@ from passes.assign.assign_precision import AssignPrecision
 from passes.casts.eliminate_casts import EliminateCasts
 from passes.casts.insert_casts import InsertCasts
 from passes.contract.plan import Plan
-from passes.contract.policy import Policy
+from passes.contract.policy import Policy, Target
 from passes.form import Assignment, Unit
 from passes.graph.notes import is_inserted
 from passes.graph.values import LOW_DTYPES, no_autocast
@@ -104,7 +104,7 @@ def inserted(gm: GraphModule, policy: Policy, seed: int) -> tuple[GraphModule, A
     """Return a copy of a graph with its casts in, and more at random that change no value; and the dtypes."""
     new, rng = copy.deepcopy(gm), random.Random(seed)
     with no_autocast():
-        assignment = AssignPrecision(policy)(Unit(new.graph, functools.partial(attribute_of, new)))
+        assignment = AssignPrecision(policy)(Unit(new.graph, functools.partial(attribute_of, new), Target.of(policy)))
         unit = unit_of(new.graph, assignment)
         InsertCasts()(unit)
         unit = unit.after()

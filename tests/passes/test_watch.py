@@ -18,7 +18,7 @@ from passes import NAMES, Printed, Timed, compile_graph, watched
 from passes.assign.assign_precision import AssignPrecision
 from passes.contract.errors import VerificationError
 from passes.contract.plan import Plan
-from passes.contract.policy import Policy
+from passes.contract.policy import Policy, Target
 from passes.form import Ensures, Pass, Unit
 from passes.pipeline import _run, preparing, rewriting
 from passes.watch import Watcher
@@ -90,7 +90,9 @@ def test_what_a_pass_breaks_is_found_after_it(ensures: Ensures) -> None:
             return {}
 
     gm, _ = compiled()
-    unit = _run(Unit(gm.graph, functools.partial(attribute_of, gm)), (AssignPrecision(POLICY),), Counter())
+    unit = _run(
+        Unit(gm.graph, functools.partial(attribute_of, gm), Target.of(POLICY)), (AssignPrecision(POLICY),), Counter()
+    )
     if ensures is Ensures.DTYPES:
         with pytest.raises(VerificationError, match=r"linear .*gives torch\.\w+, its plan says torch\.float64"):
             _run(unit, (Widens(),), Counter())
@@ -141,7 +143,9 @@ def test_the_plan_says_how_often_each_rule_fired_and_which_never_did() -> None:
 
 def test_a_second_run_of_the_passes_that_eliminate_finds_nothing() -> None:
     gm = parse(TEXT)
-    unit = _run(Unit(gm.graph, functools.partial(attribute_of, gm)), (AssignPrecision(POLICY),), Counter())
+    unit = _run(
+        Unit(gm.graph, functools.partial(attribute_of, gm), Target.of(POLICY)), (AssignPrecision(POLICY),), Counter()
+    )
     edits: Counter[str] = Counter()
     unit = _run(unit, rewriting(POLICY), edits)
     before = dict(edits)

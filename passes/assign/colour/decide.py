@@ -22,11 +22,10 @@ from ...graph.aliases import is_in_place, may_alias, mutated_operands, out_opera
 from ...graph.notes import DECOMPOSE, note_of, region_on
 from ...graph.values import ELIGIBLE, LOW_DTYPES, described, dtype_reference, first_float, is_floating, literal_dtype
 from ...ops import numbers, ops
-from ...ops.facts import accumulates, facts_of, lacks_low, rule_of
-from ...ops.rules import BANNED, COMPOSITE, FOLLOW, FP32, KEEP, LOW, PROMOTE, row_of
-from .extremes import converts
+from ...ops.facts import rule_of
+from ...ops.rules import BANNED, COMPOSITE, FOLLOW, FP32, KEEP, LOW, PROMOTE
 from .kernels import lacks_low_kernel
-from .operand_casts import all_to, as_autocast, castable, keep, natural, operand_casts
+from .operand_casts import all_to, castable, keep, natural, operand_casts
 from .state import Site, State
 from .user_casts import Intent, meaning
 
@@ -35,7 +34,11 @@ def site_of(state: State, node: Node, name: str, floats: Iterable[ops.Operand]) 
     """Return a call with its row of the op table, and with the low dtype that applies to it."""
     row, kind = rule_of(node, state.device, state.low)
     region = region_on(node, state.device)
-    low = torch.float16 if state.device in row.fp16_on and not state.aggressive else (region and region[2]) or state.low
+    low = (
+        torch.float16
+        if state.device in row.fp16_on and not state.policy.level.stores_low
+        else (region and region[2]) or state.low
+    )
     return Site(node, name, row, kind, tuple(floats), low)
 
 
@@ -46,9 +49,7 @@ def decide(state: State, site: Site) -> Choice | None:
     choice = _as_read(state, site)
     if choice is None and (is_in_place(site.name) or out_operands(site.node)) and mutated_operands(site.node):
         return _in_place(state, site)
-    for decider in (_pinned, _overridden, _outside_autocast, _beside_float64, _ruled):
-        choice = choice or decider(state, site)
-    return choice
+    return choice or state.rules.decide(state, site)
 
 
 # The user's code.
@@ -67,7 +68,7 @@ def _user_cast(state: State, site: Site) -> Choice | None:
     value = next(ops.operands(node))
     named = intent.literal and note_of(node).cast != "autocast"
     number = 0.0 if named else state.extremes.constants.get(value.node, 0.0)
-    if state.autocast or intent.dtype not in LOW_DTYPES or not numbers.is_extreme(number, intent.dtype):
+    if intent.dtype not in LOW_DTYPES or not numbers.is_extreme(number, intent.dtype):
         why = intent.reason
         reason = site.of_kind(FOLLOW).says(why) if intent.free else ByCast(why.code, why.detail)
         return Choice(intent.dtype, reason, edits)
@@ -83,17 +84,17 @@ def _intent(state: State, node: Node) -> Intent:
     forced = module_override(state.policy, state.stacks.get(node, ())) if state.policy.modules else None
     observed = None if forced is not None and forced.colour == "fp32" else note_of(node).read
     written = state.aliases.find(node) in state.pinned  # then a cast that was no copy must stay none
-    return meaning(node, state.original, state.dtypes, observed, exact=written or not state.aggressive)
+    return meaning(node, state.original, state.dtypes, observed, exact=written or not state.policy.level.stores_low)
 
 
 def _as_read(state: State, site: Site) -> Choice | None:
     """Colour an op that no rule fits as under autocast, and a factory as the dtype that the user's code read there."""
     read, whole = note_of(site.node).read, note_of(site.node).under_autocast
-    choice = _overridden(state, site) if read is not None or whole else None
+    choice = overridden(state, site) if read is not None or whole else None
     if read is not None and (choice is None or choice.dtype != torch.float32):
         why = Code.DTYPE_ARGUMENT(f"under autocast your code reads {read} here")
         return Choice(read, site.of_kind(FOLLOW).says(why, final=True), (SetDtype(read),))
-    return choice or ((_outside_autocast(state, site) or as_autocast(state, site)) if whole else None)
+    return choice or ((outside_autocast(state, site) or state.rules.whole(state, site)) if whole else None)
 
 
 def _in_place(state: State, site: Site) -> Choice | None:
@@ -112,10 +113,10 @@ def _in_place(state: State, site: Site) -> Choice | None:
 # The policy, regions and storage.
 
 
-def _pinned(state: State, site: Site) -> Choice | None:
+def pinned(state: State, site: Site) -> Choice | None:
     """Keep the dtype of a value that shares storage with a written one, or whose bits or gradients depend on it."""
     node = site.node
-    if state.autocast or state.aliases.find(node) not in state.pinned:
+    if state.aliases.find(node) not in state.pinned:
         return None
     why = Code.MUTATED(Code.MUTATED.meaning)
     if not state.aliases.is_mutated(node):
@@ -130,9 +131,9 @@ def _pinned(state: State, site: Site) -> Choice | None:
     return keep(state, site, why)
 
 
-def _overridden(state: State, site: Site) -> Choice | None:
+def overridden(state: State, site: Site) -> Choice | None:
     """Return the policy's override of a node itself, of the module that it was made in, or else of its op."""
-    if state.autocast or _moves_written(state, site):
+    if moves_written(state, site):
         return None
     policy = state.policy
     override = op_override(policy, state.named.get(site.node, ""))
@@ -152,7 +153,8 @@ def _overridden(state: State, site: Site) -> Choice | None:
     return all_to(state, site, state.low if override.colour == "low" else torch.float32, reason)
 
 
-def _outside_autocast(state: State, site: Site) -> Choice | None:
+def outside_autocast(state: State, site: Site) -> Choice | None:
+    """Leave an op as it is where the model disables autocast, or whose operands are on another device."""
     region, away = region_on(site.node, state.device), {o.node in state.elsewhere for o in site.floats} == {True}
     if (region is None or region[1]) and not away:
         return None
@@ -160,7 +162,7 @@ def _outside_autocast(state: State, site: Site) -> Choice | None:
     return natural(state, site, ByRegion(Code.AS_WRITTEN, other) if away else ByRegion(Code.AUTOCAST_REGION, off))
 
 
-def _beside_float64(state: State, site: Site) -> Choice | None:
+def beside_float64(state: State, site: Site) -> Choice | None:
     """Leave an op with a float64 operand as it is, unless it is an FP32 op that also reads low values."""
     dtypes = {state.dtypes[o.node] for o in site.floats}
     if torch.float64 not in dtypes or (site.kind == FP32 and not dtypes.isdisjoint(LOW_DTYPES)):
@@ -168,85 +170,15 @@ def _beside_float64(state: State, site: Site) -> Choice | None:
     return natural(state, site, Code.FLOAT64("left as it is"), final=True)
 
 
-# The level: O2 runs ops low that are not sensitive, O3 all that have a low kernel.
-
-
-def _ruled(state: State, site: Site) -> Choice:
-    """Return the decision of the rule, as the level interprets it."""
-    if state.aggressive and site.node in state.islands:
-        return _fp32(state, site, Code.ISLAND("a norm written by hand is FP32 throughout"))
-    if state.aggressive:
-        site = _at_level(state, site)
-        if site.kind in (PROMOTE, FOLLOW) and not _moves_written(state, site) and _lowers(state, site):
-            code = Code.O3_LOW if state.policy.level.rounds_sensitive else Code.O2_LOW
-            return all_to(state, site, site.low, code("not sensitive, and an operand is low"))
-    reads = site.kind in (PROMOTE, FOLLOW) and any(state.dtypes[o.node] in LOW_DTYPES for o in site.floats)
-    asks = not state.autocast and (site.kind == LOW or reads)  # autocast itself would fail
-    if asks and lacks_low_kernel(state, site.node, site.row, site.low):
-        return _without_kernel(state, site)
-    return _under_autocast_whole(state, site) or _KINDS[site.kind](state, site)
-
-
-def _under_autocast_whole(state: State, site: Site) -> Choice | None:
-    """Colour what no rule says the dtype of as autocast runs it, where the policy asks for that; None for other ops."""
-    if site.kind not in (KEEP, BANNED, COMPOSITE) or not (state.autocast or state.policy.unknown_ops == "autocast"):
-        return None
-    runs = (site.kind == COMPOSITE or not site.row.known) and _runs_under_autocast(site)
-    choice = as_autocast(state, site) if runs else None
-    return choice or (_follow(state, site) if state.autocast else None)
-
-
-def _at_level(state: State, site: Site) -> Site:
-    """Return a call with the kind that a level beyond autocast gives it."""
-    values = [o.node for o in site.floats]
-    if values and all(state.dtypes[n] in LOW_DTYPES and state.dtypes[n] != site.low for n in values):
-        return site  # all of it is in the other low dtype, which the user chose: there are no bytes to save
-    extreme = any(n in state.extremes.values for n in values) or converts(site.node, state.dtypes)
-    return site.of_kind(_kind_at_level(state, site, extreme))
-
-
-def _kind_at_level(state: State, site: Site, extreme: bool) -> str:
-    """Return the kind of a call at O2 or O3; `extreme` says that an operand holds what the low dtype cannot."""
-    node, row, kind = site.node, site.row, site.kind
-    if kind in (LOW, KEEP, BANNED, COMPOSITE):
-        return kind
-    if lacks_low(node, row, state.device) or row.no_low_backward:
-        return FP32
-    several = PROMOTE if kind == PROMOTE or len(site.floats) > 1 else FOLLOW
-    if state.policy.level.rounds_sensitive and not extreme:
-        return LOW if row.gives in ("float", "first") and not row.commutes else several
-    if row.loss:  # FP32, except a loss that only selects values
-        return FOLLOW if facts_of(node, state.device, state.low).commutes_forward else FP32
-    if accumulates(node, row) or (row.sensitive and not _is_safe(state, site)):
-        return FP32
-    return several if kind == FP32 else kind
-
-
-def _is_safe(state: State, site: Site) -> bool:
-    """Say whether a sensitive op is safe in low: its errors are those of a rounding, and low has the range it needs."""
-    if site.row.sensitive == "range" and state.low is not torch.bfloat16:
-        return False
-    facts = facts_of(site.node, state.device, state.low)
-    return facts.rounds_once and facts.scatters
-
-
-def _moves_written(state: State, site: Site) -> bool:
+def moves_written(state: State, site: Site) -> bool:
     """Say whether the result of a node shares storage that some node writes."""
     return may_alias(site.node) and state.aliases.is_mutated(site.node)
-
-
-def _lowers(state: State, site: Site) -> bool:
-    """Say whether an op with mixed operands runs low at O2: one is in this low dtype, and all of them fit it."""
-    dtypes = {state.dtypes[o.node] for o in site.floats}
-    mixed = dtypes.intersection(LOW_DTYPES) == {site.low} != dtypes
-    fits = not any(o.node in state.extremes.values for o in site.floats)
-    return mixed and fits and site.row.gives in ("float", "first")
 
 
 # The rule: what each kind means.
 
 
-def _without_kernel(state: State, site: Site) -> Choice:
+def without_kernel(state: State, site: Site) -> Choice:
     """Run an op without a low kernel in FP32, unless its operands have their dtypes from before conversion."""
     why = f"no kernel for {site.low} on this {state.device}"
     if all(state.dtypes[o.node] == state.original[o.node] for o in site.floats):
@@ -260,38 +192,10 @@ def _low(state: State, site: Site) -> Choice:
     cast = [o for o in floats if castable(state, o, site.row, low)]
     if not cast:
         return natural(state, site, Code.NO_OPERAND("no operand is cast"), final=True)
-    in_region = state.autocast or low != state.low  # an autocast region asks for the cast
-    if not in_region and any(_is_cast_to_the_other(state, o.node, low) for o in cast):
-        why = Code.USER_CAST("your code casts an operand to the other low dtype")
-        return all_to(state, site, torch.float32, why, final=True)
-    if not state.autocast and all(o.node in state.upcast for o in floats):
-        return natural(state, site, Code.USER_CAST("your code casts every operand up"), final=True)
-    extremes, values = state.extremes, [o.node for o in floats]
-    fixed = all(n in extremes.fixed for n in values) and any(n in extremes.values for n in values)
-    if state.aggressive and fixed:
-        why = Code.POSITION("computed from nothing but integers and buffers")
-        return natural(state, site, why, final=True)
-    return all_to(state, site, low, Code.LOW(site.row.reason))
+    return state.rules.exempt(state, site, cast) or all_to(state, site, low, Code.LOW(site.row.reason))
 
 
-def _is_cast_to_the_other(state: State, value: Node, low: object) -> bool:
-    """Say whether a value is in the other low dtype because a cast of the user's made it, or what it is computed from.
-
-    What the model holds or is given in that dtype, such as frozen parameters, is cast as autocast casts it.
-    """
-    visited, front = set[Node](), [value]
-    while front:
-        node = front.pop()
-        if node in visited or state.dtypes[node] not in LOW_DTYPES or state.dtypes[node] == low:
-            continue
-        if row_of(node).is_cast:
-            return True
-        visited.add(node)
-        front += node.all_input_nodes
-    return False
-
-
-def _fp32(state: State, site: Site, why: Reason | None = None) -> Choice:
+def fp32(state: State, site: Site, why: Reason | None = None) -> Choice:
     """Colour an op that runs in FP32, unless its `dtype=` argument decides."""
     explicit = note_of(site.node).dtype_argument or ops.argument(site.node, "dtype")
     if site.row.dtype_arg and isinstance(explicit, torch.dtype):
@@ -352,11 +256,13 @@ def _unknown(state: State, site: Site) -> Choice:
     return _like_its_reference(state, site) or keep(state, site, Code.KEEP(site.row.reason))
 
 
-def _runs_under_autocast(site: Site) -> bool:
-    """Say whether a call can be given a region of autocast, and it is known what comes out of it there.
+def runs_whole(site: Site) -> bool:
+    """Say whether no rule covers a call that can be given a region of autocast, of known results.
 
     Graphs inside a higher-order op stay as they were captured; if the compiler rewrites them, no autocast may be on.
     """
+    if site.kind != COMPOSITE and site.row.known:
+        return False
     seen = note_of(site.node).autocast is not None
     if ops.name(site.node).startswith("higher_order::"):
         return seen and not site.row.known
@@ -374,6 +280,6 @@ def _composite(state: State, site: Site) -> Choice:
     return choice
 
 
-_KINDS: dict[str, Callable[[State, Site], Choice]] = {
-    LOW: _low, FP32: _fp32, PROMOTE: _promote, FOLLOW: _follow, KEEP: _kept, BANNED: _banned, COMPOSITE: _composite,
+KINDS: dict[str, Callable[[State, Site], Choice]] = {
+    LOW: _low, FP32: fp32, PROMOTE: _promote, FOLLOW: _follow, KEEP: _kept, BANNED: _banned, COMPOSITE: _composite,
 }  # fmt: skip

@@ -55,10 +55,10 @@ def _result_dtypes(state: State, node: Node, choice: Choice) -> ValueDtype:
     if isinstance(choice.reason, ByCast) or choice.has(SetDtype):
         return choice.dtype
     if choice.has(UnderAutocast):
-        return _under_autocast(state, node) if state.autocast else state.under_autocast(node)
+        return state.rules.results(state, node)
     casts = choice.casts
     wanted = {o.node: casts[o.place] for o in ops.operands(node) if o.place in casts}
-    keeps = choice.reason.kind in (KEEP, COMPOSITE) and not state.autocast
+    keeps = choice.reason.kind in (KEEP, COMPOSITE)
     keeps &= all(state.original[n] == wanted.get(n, state.dtypes[n]) for n in node.all_input_nodes)
     if keeps or node.op == "call_module" or ops.name(node).startswith("higher_order::"):
         return state.original[node]
@@ -66,7 +66,7 @@ def _result_dtypes(state: State, node: Node, choice: Choice) -> ValueDtype:
     return state.infer(node, lambda n: wanted.get(n, state.dtypes[n]))
 
 
-def _under_autocast(state: State, node: Node) -> ValueDtype:
+def results_under_autocast(state: State, node: Node) -> ValueDtype:
     """Return the dtypes that a call gives under autocast: as capture saw them, or as its fake kernel has them."""
     observed: ValueDtype = note_of(node).autocast
     if observed is not None or ops.name(node).startswith("higher_order::"):
@@ -114,7 +114,7 @@ def fit_numbers(state: State, site: Site, choice: Choice, dtypes: ValueDtype) ->
     clamped = [*lowest, *(o for o, x in fills.items() if numbers.is_extreme(x, low))]
     mended = numbers.mend([*literals, *fills.values()], low)
     unknown = any(o.node in state.extremes.unknown for o in site.floats)
-    if mended is None or (state.aggressive and (unknown or numbers.has_tiny(site.row, literals, low))):
+    if mended is None or (state.policy.level.stores_low and (unknown or numbers.has_tiny(site.row, literals, low))):
         is_open = unknown or any(map(numbers.is_open, (*literals, *fills.values())))
         text = "a number that data decides, or a size, may not fit the low dtype" if is_open else _UNFIT
         return _in_fp32(state, site, choice, dtypes, Code.LITERAL(text))

@@ -1,24 +1,21 @@
 """Which operands of a node are cast, and to what: `operand_casts` says it, once the dtype of each is chosen.
 
 `all_to` casts all operands to one dtype, `natural` casts only if the kernel rejects mixed dtypes, `keep` casts back to
-the captured dtypes, and `as_autocast` to those that the operands have under `torch.autocast`.
+the captured dtypes.
 
 Before: add(a: bf16, b: f32)
-After:  all_to(bf16): b is cast; natural: none; keep, where a was f32: a is cast; as_autocast, where b is bf16 there: b
+After:  all_to(bf16): b is cast; natural: none; keep, where a was f32: a is cast
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
 import torch
 
-from ...contract.reasons import ByAutocast, Code, Reason
-from ...form import Cast, Choice, UnderAutocast
-from ...graph.aliases import may_write
-from ...graph.notes import note_of, region_on
+from ...contract.reasons import Code, Reason
+from ...form import Cast, Choice
 from ...graph.values import ELIGIBLE, LOW_DTYPES, Dtypes, ValueDtype, first_float
 from ...ops import ops
 from ...ops.rules import Rule
@@ -64,27 +61,3 @@ def keep(state: State, site: Site, reason: Reason) -> Choice:
     before = (d for o in site.floats if isinstance(d := state.original[o.node], torch.dtype))
     dtype = first_float(state.original[site.node]) or next(before, torch.float32)
     return Choice(dtype, site.says(reason, final=True), casts)
-
-
-def as_autocast(state: State, site: Site) -> Choice | None:
-    """Cast the operands to the dtypes that they have under autocast, under which the call then runs.
-
-    Return None where those dtypes are not known, or where a cast would be of a value that the call may write to; and
-    where they are several, which the backward of an op rejects that gives the first one's.
-    """
-    why = ByAutocast(Code.AS_AUTOCAST, "runs under torch.autocast, on operands in autocast's dtypes")
-    region = region_on(site.node, state.device)
-    under = UnderAutocast(state.device, (region and region[2]) or state.low)
-    if state.autocast:
-        choice = natural(state, site, why).edited(under)
-        return replace(choice, dtype=first_float(note_of(site.node).autocast) or choice.dtype)
-    mixed = len({state.under_autocast(o.node) for o in site.floats}) > 1
-    if mixed and site.row.same_dtype and site.row.gives == "first":
-        return None
-    written = set(may_write(site.node))
-    changed = [o for o in site.floats if state.under_autocast(o.node) != state.dtypes[o.node]]
-    if any(not isinstance(state.under_autocast(o.node), torch.dtype) or o.node in written for o in changed):
-        return None
-    casts = operand_casts(state.dtypes, changed, lambda o: state.under_autocast(o.node))
-    dtype = first_float(state.under_autocast(site.node)) or torch.float32
-    return Choice(dtype, why, (*casts, under))

@@ -29,7 +29,7 @@ from .saturate import touched
 def free_nodes(simulation: Simulation, grad: frozenset[Node]) -> dict[Node, None]:
     """Return the free nodes of a graph in order, including the items of free containers."""
     free: dict[Node, None] = {}
-    low = touched(simulation.graph, simulation.dtypes) if simulation.aggressive else set()
+    low = touched(simulation.graph, simulation.dtypes) if simulation.policy.level.stores_low else set()
     for node in simulation.graph.nodes:
         item = row_of(node).asks == "item" and node.args[0] in free and is_floating(simulation.dtypes[node])
         # Where gradients are off, a cast that makes no copy would hand on those of its operand.
@@ -45,7 +45,7 @@ def _is_free(simulation: Simulation, node: Node, grad: bool, low: bool) -> bool:
     candidate = _Candidate(simulation, node, simulation.colours[node], row_of(node), floats, dtypes, grad, low)
     if not _is_open(candidate):
         return False
-    return _is_insensitive(candidate) if simulation.aggressive else _is_as_autocasts(candidate)
+    return _is_insensitive(candidate) if simulation.policy.level.stores_low else _is_as_autocasts(candidate)
 
 
 @dataclass(frozen=True)

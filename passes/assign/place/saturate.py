@@ -38,7 +38,7 @@ def touched(graph: Graph, dtypes: Dtypes) -> set[Node]:
 
 def saturate(simulation: Simulation, colours: Colours, dtypes: Dtypes) -> Colours:
     """Return the decisions on placed values with the operands marked that a cast down has to bring into range first."""
-    if not simulation.aggressive:
+    if not simulation.policy.level.stores_low:
         return colours
     by_autocast, unbounded = _rounded_by_autocast(simulation), _unbounded(simulation)
     unbounded -= touched(simulation.graph, dtypes)
