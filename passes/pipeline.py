@@ -24,7 +24,7 @@ from .contract.costs import CostModel
 from .contract.errors import PlanError, PolicyError, VerificationError
 from .contract.plan import Plan
 from .contract.plan_format import REMEDY
-from .contract.policy import Policy, check_used
+from .contract.policy import Policy, Target, check_used
 from .form import Assignment, Pass, Unit
 from .graph.bodies import Border, all_graphs, bodies_of
 from .graph.notes import is_inserted
@@ -66,11 +66,10 @@ class Pipeline:
     @staticmethod
     def of(policy: Policy, plan: Plan | None = None, exact: bool = True, costs: CostModel | None = None) -> Pipeline:
         """Return the default for a policy; the arguments are those of `compile_graph`."""
-        eliminate = EliminateCasts(policy.sharing, policy.device or "cpu")
         return Pipeline(
             prepare=(Legalize(policy),) if policy.level.rounds else (),
             decide=AssignPrecision(policy, plan, exact, costs),
-            rewrite=(InsertCasts(), eliminate, RunUnderAutocast(policy), Annotate()),
+            rewrite=(InsertCasts(), EliminateCasts(policy.sharing), RunUnderAutocast(), Annotate()),
         )
 
     @property
@@ -119,11 +118,11 @@ def compile_graph(
     """
     if pipeline is not None and (plan is not None or costs is not None):
         raise PolicyError("a pipeline decides by a plan and costs of its own: give them to Pipeline.of.")
-    steps = pipeline or Pipeline.of(policy, plan, exact, costs)
+    target, steps = Target.of(policy), pipeline or Pipeline.of(policy, plan, exact, costs)
     with no_autocast():
         verify(graph)
         edits: Counter[str] = Counter()
-        _prepare(Unit(graph, attribute), steps.prepare, edits, set())
+        _prepare(Unit(graph, attribute, target), steps.prepare, edits, set())
         bodies = bodies_of(graph, attribute) if policy.level.rounds else {}
         if capture != "dynamo":  # an override has to match in only one of several graphs
             every = all_graphs(graph, bodies)
@@ -132,7 +131,7 @@ def compile_graph(
             check_used(policy, stacks.values(), (*(ops.name(n) for n in stacks), *named))
         original = policy.output_dtype == "original"
         autocasts = policy.level.rounds and (policy.output_dtype == "autocast" or (original and under_autocast))
-        outermost = Unit(graph, attribute, Border({}, original, autocasts, bodies))
+        outermost = Unit(graph, attribute, target, Border({}, original, autocasts, bodies))
         units = _compiled(outermost, (steps.decide, *steps.rewrite), edits, {})
     if plan is not None and exact and any(d.graph >= len(units) for d in plan.decisions):
         raise PlanError(f"the plan has more graphs than the {len(units)} of this model; {REMEDY}")
@@ -150,7 +149,7 @@ def _prepare(unit: Unit, steps: Sequence[Pass], edits: Counter[str], done: set[G
     done.add(unit.graph)
     _run(unit, steps, edits)
     for body in itertools.chain.from_iterable(bodies_of(unit.graph, unit.attribute).values()):
-        _prepare(Unit(body.graph, body.attribute), steps, edits, done)
+        _prepare(Unit(body.graph, body.attribute, unit.target), steps, edits, done)
 
 
 def _compiled(unit: Unit, steps: Sequence[Pass], edits: Counter[str], done: dict[Graph, Assignment]) -> list[Unit]:
@@ -166,10 +165,10 @@ def _compiled(unit: Unit, steps: Sequence[Pass], edits: Counter[str], done: dict
             if body.graph not in done:
                 simulated = None if body.first is None else unit.decided.bodies[node]
                 border = Border(bodies=body.bodies()) if simulated is None else simulated.border
-                entered = Unit(body.graph, body.attribute, border, simulated=simulated)
+                entered = Unit(body.graph, body.attribute, unit.target, border, simulated=simulated)
                 units += _compiled(entered, steps, edits, done)
                 body.module.recompile()
-            results, expected = body.dtypes(done[body.graph].dtypes), unit.decided.dtypes[node]
+            results, expected = body.dtypes(dict(done[body.graph].dtypes)), unit.decided.dtypes[node]
             if body.first is not None and results != expected:
                 raise VerificationError(
                     f"the body of {node.name} gives {results}, its plan says {expected}. "
@@ -185,9 +184,9 @@ def _run(unit: Unit, steps: Sequence[Pass], edits: Counter[str]) -> Unit:
             watcher.before(step, unit)
         result, fired = step(unit), dict[str, int]()
         if isinstance(result, Assignment):
-            unit = replace(unit, assignment=result)
+            unit = unit.after(result)
         else:
-            fired = result
+            unit, fired = unit.after(), result
         edits.update({f"{step.name}/{rule}": n for rule, n in fired.items()})  # those too that fired 0 times
         for watcher in reversed(watchers()):  # verification last: it is no part of a pass, and may raise
             watcher.after(step, unit, fired)
@@ -212,5 +211,5 @@ def _plan_of(policy: Policy, capture: str, notes: tuple[str, ...], units: Sequen
         inserted_casts=sum(edits[f"{InsertCasts.name}/{rule}"] for rule in CAST_REWRITES),
         casts=sum(is_inserted(n) and n.target is not again for unit in units for n in unit.graph.nodes),
         edits=dict(edits),
-        machine=str(this_machine(policy.device or "cpu")),
+        machine=str(this_machine(units[0].target.device)),
     )

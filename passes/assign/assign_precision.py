@@ -23,8 +23,8 @@ from ..contract.errors import PlanError, PolicyError
 from ..contract.plan import Decision, Plan
 from ..contract.plan_format import REMEDY
 from ..contract.policy import Policy, dtype_name
-from ..contract.reasons import DEVIATIONS, Code
-from ..form import Assignment, Colouring, Colours, Ensures, Unit
+from ..contract.reasons import DEVIATIONS, Code, Reason
+from ..form import Assignment, Choice, Colours, Ensures, Unit
 from ..graph.aliases import Aliases
 from ..graph.grad import is_leaf, requires_grad
 from ..graph.notes import note_of
@@ -44,6 +44,7 @@ from ..ops import ops
 from ..ops.rules import KEEP, LOW, is_registered, row_of
 from .colour.kernels import refuse_untold_writes
 from .colour.simulate import Simulation
+from .colour.strategies import AutocastRules, PolicyRules
 from .place.choose_storage import choose_storage
 from .place.costs import ByteCosts
 from .place.saturate import saturate
@@ -79,20 +80,20 @@ class AssignPrecision:
         graph, policy, original = unit.graph, self.policy, original_dtypes(unit.graph, unit.attribute)
         if not policy.level.rounds:
             returned = {n: original[n] for n in graph.output_node().all_input_nodes}
-            colours = {
-                n: Colouring(dtype, KEEP, Code.AS_WRITTEN("nothing is rounded"))
+            colours: Colours = {
+                n: Choice(dtype, Reason(Code.AS_WRITTEN, "nothing is rounded", KEEP))
                 for n in graph.nodes
                 if n.op.startswith("call") and (dtype := first_float(original[n])) is not None
             }
-            return Assignment(colours, dict(original), original, returned, Inference())
+            return Assignment(colours, original, original, returned, Inference())
         if policy.cost == "measured" and plan is None and self.costs is None:
             raise PolicyError(
                 "cost='measured' needs shapes to measure: give convert example inputs, or choose cost='bytes', the "
                 "default."
             )
-        refuse_untold_writes(graph, policy.device or "cpu")
+        refuse_untold_writes(graph, unit.target.device)
         simulation = unit.simulated or _simulation(unit, policy, original)
-        costs = self.costs or ByteCosts(policy.device or "cpu")
+        costs = self.costs or ByteCosts(unit.target.device)
         colours, dtypes, timings = choose_storage(simulation, costs, plan)
         colours = _named(simulation, saturate(simulation, colours, dtypes))
         reference: Any = simulation.reference
@@ -107,12 +108,14 @@ class AssignPrecision:
 def _simulation(unit: Unit, policy: Policy, original: Dtypes) -> Simulation:
     """Return what the policy decides before any value is placed, beside what autocast does."""
     graph, infer, border, aliases = unit.graph, Inference(), unit.border, Aliases(unit.graph)
-    plain = Policy("O1", dtype=policy.dtype, device=policy.device)
-    reference = Simulation(plain, graph, original, infer, aliases, autocast=True, border=border)
-    reference.settle()
-    stacks = module_types(graph)
-    simulation = Simulation(policy, graph, original, infer, aliases, stacks=stacks, border=border, reference=reference)
-    simulation.settle()
+    autocast, rules, target = AutocastRules(), PolicyRules(policy.level), unit.target
+    reference = Simulation(autocast, Policy("O1"), target, graph, original, infer, aliases, border=border)
+    autocast.settle(reference)
+    simulation = Simulation(
+        rules, policy, target, graph, original, infer, aliases,
+        stacks=module_types(graph), border=border, reference=reference,
+    )  # fmt: skip
+    rules.settle(simulation)
     return simulation
 
 
@@ -136,11 +139,11 @@ def _false_claims(simulation: Simulation) -> tuple[str, ...]:
     """Say which registered rules run an op low that has no low kernel here."""
     names = keys(simulation.graph.nodes)
     return tuple(
-        f"register_rule({row.name!r}, 'low') does not hold at {names[node]}, which has {colouring.reason.detail} and "
+        f"register_rule({row.name!r}, 'low') does not hold at {names[node]}, which has {choice.reason.detail} and "
         f"stays FP32: register it as 'fp32', or choose another dtype ({source(node)})"
-        for node, colouring in simulation.colours.items()
-        if is_registered((row := row_of(node)).name) and colouring.kind == KEEP
-        and row.kind(simulation.device) == LOW and colouring.reason.code in (Code.KEEP, Code.AS_WRITTEN)
+        for node, choice in simulation.colours.items()
+        if is_registered((row := row_of(node)).name) and choice.reason.kind == KEEP
+        and row.kind(simulation.device) == LOW and choice.reason.code in (Code.KEEP, Code.AS_WRITTEN)
     )  # fmt: skip
 
 
@@ -152,19 +155,20 @@ def _named(simulation: Simulation, colours: Colours) -> Colours:
     named, policy = dict(colours), simulation.policy
     sums = policy.level.is_autocasts and policy.sharing.endswith("storage")
     grad = requires_grad(simulation.graph) if sums else frozenset()
-    for node, colouring in colours.items():
-        row, why = row_of(node), colouring.reason
+    for node, choice in colours.items():
+        row, why = row_of(node), choice.reason
         if note_of(node).fused and not row.commutes:
-            why = Code.FASTPATH(f"a fused kernel in eager evaluation ({why})")
+            why = why.because(Code.FASTPATH(f"a fused kernel in eager evaluation ({why})"))
         if row.recomputed and any(len(n.users) > 1 and n in grad and is_leaf(n) for n in node.all_input_nodes):
-            why = Code.SUM_ORDER(f"casts weights that are read elsewhere too ({why})")
+            why = why.because(Code.SUM_ORDER(f"casts weights that are read elsewhere too ({why})"))
         wide = row.recurrent and (x := node.all_input_nodes[0]) in grad and simulation.dtypes[x] == torch.float32
         if wide and (ops.argument(node, "bidirectional") or (len(x.users) > 1 and is_leaf(x))):
-            why = Code.SUM_ORDER(f"casts its input once for both directions or other readers ({why})")
-        kept = why.code is Code.LITERAL or (simulation.aggressive and colouring.dtype == torch.float32)
+            said = Code.SUM_ORDER(f"casts its input once for both directions or other readers ({why})")
+            why = why.because(said)
+        kept = why.code is Code.LITERAL or (policy.level.stores_low and choice.dtype == torch.float32)
         ranges = simulation.extremes.ranges_of(node.all_input_nodes) if kept else ()
-        if why is not colouring.reason or ranges:
-            named[node] = replace(colouring, reason=why, ranges=ranges)
+        if why is not choice.reason or ranges:
+            named[node] = replace(choice, reason=replace(why, ranges=ranges))
     return named
 
 
@@ -175,14 +179,15 @@ def _outputs_named(graph: Graph, assignment: Assignment) -> Colours:
     for value in (n for n, readers in read.items() if readers):
         node = next((n for n in (value, *views_of(value)) if n in colours), None)  # an item or a view may have none
         if node is not None and (why := colours[node].reason).code not in DEVIATIONS:
-            why = Code.OUTPUT(f"it is handed out in FP32 as the tensor that is read ({why})")
-            colours[node] = replace(colours[node], reason=why)
+            said = Code.OUTPUT(f"it is handed out in FP32 as the tensor that is read ({why})")
+            colours[node] = replace(colours[node], reason=why.because(said))
     return colours
 
 
 def _decisions(unit: Unit, assignment: Assignment) -> tuple[Decision, ...]:
     """Return the decisions on a graph in the form of a plan, in the graph's order."""
     names, colours, autocast = keys(unit.graph.nodes), assignment.colours, assignment.autocast
+    choices = ((n, colours[n].dtype, colours[n].reason) for n in unit.graph.nodes if n in colours)
     return tuple(
         Decision(
             key=names[node],
@@ -190,16 +195,15 @@ def _decisions(unit: Unit, assignment: Assignment) -> tuple[Decision, ...]:
             op=ops.name(node),
             module_path=module_path(node),
             source=source(node),
-            colour=dtype_name(colours[node].dtype),
-            autocast_dtype=dtype_name(autocast.get(node, colours[node].dtype)),
-            kind=colours[node].kind,
-            reason=str(colours[node].reason),
-            code=colours[node].reason.code.value,
-            causes=tuple(names[c] for c in colours[node].causes if c in names),
-            ranges=colours[node].ranges,
+            colour=dtype_name(dtype),
+            autocast_dtype=dtype_name(autocast.get(node, dtype)),
+            kind=why.kind,
+            reason=str(why),
+            code=why.code.value,
+            causes=tuple(names[c] for c in why.causes if c in names),
+            ranges=why.ranges,
         )
-        for node in unit.graph.nodes
-        if node in colours
+        for node, dtype, why in choices
     )
 
 

@@ -50,17 +50,15 @@ class EliminateCasts:
     Attributes:
         share: which readers share a cast, as `Policy.sharing` has it. Sharing sums the gradients of the readers in the
             low dtype, as autocast's weight cache does.
-        device: decides which ops take a dtype instead of a cast, and from which size on casts share a storage.
     """
 
     name: ClassVar = "eliminate-casts"
     ensures: ClassVar = Ensures.DTYPES
     share: str = "always"
-    device: str = "cpu"
 
     def __call__(self, unit: Unit) -> dict[str, int]:
         """Make the rewrites in one graph with inserted casts, in place."""
-        graph, assignment = unit.graph, unit.decided
+        graph, assignment, device = unit.graph, unit.decided, unit.target.device
         return {
             "no_op": _no_op(graph, assignment),
             "round_trip": _round_trip(graph, assignment),
@@ -68,8 +66,8 @@ class EliminateCasts:
             "share": _share(graph, assignment, self.share),
             "author": _author(graph),
             "promote": _promote(graph, assignment),
-            "dtype_argument": _dtype_argument(graph, assignment, self.device),
-            "share_storage": _share_storage(graph, assignment, self.share, self.device),
+            "dtype_argument": _dtype_argument(graph, assignment, device),
+            "share_storage": _share_storage(graph, assignment, self.share, device),
         }
 
 
@@ -133,7 +131,7 @@ def _share(graph: Graph, assignment: Assignment, mode: str) -> int:
         value = cast.args[0]
         if not is_inserted(cast) and not _is_lent(cast, assignment, aliases):
             continue
-        by_rule = all(u in assignment.colours and assignment.colours[u].kind == LOW for u in cast.users)
+        by_rule = all(u in assignment.colours and assignment.colours[u].reason.kind == LOW for u in cast.users)
         if not shares_cast(mode, value, cast, is_inserted(cast) and by_rule, grad):
             continue
         keep = first.setdefault((*_what_is_cast(cast), modes[cast], aliases.epoch(value, cast)), cast)

@@ -6,6 +6,8 @@ After:  linear(to(x, bfloat16), to(w, bfloat16))
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -15,14 +17,13 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
-from ..form import Assignment, Colouring, Ensures, Unit
+from ..form import Cast, Choice, Clamp, Edit, Ensures, Replace, SetDtype, Unit
 from ..graph.aliases import Aliases
-from ..graph.notes import CLAMP_OPERAND, note, origin
+from ..graph.notes import CLAMP_OPERAND
 from ..graph.values import dtype_owner
 from ..ops import ops
 from ..ops.rules import row_of
 from ..runtime.casts import CAST, cast_weight
-from .cast import make_cast
 from .restore_outputs import restore_outputs
 
 CAST_REWRITES = ("operand", "output", "read")  # the rewrites that insert a cast
@@ -36,40 +37,42 @@ class InsertCasts:
     ensures: ClassVar = Ensures.DTYPES
 
     def __call__(self, unit: Unit) -> dict[str, int]:
-        """Insert a cast before every use that needs another dtype, in place."""
-        graph, assignment = unit.graph, unit.decided
-        edits = dict.fromkeys(["operand", "clamp", "argument"], 0)
-        aliases = Aliases(graph) if any(c.clamped for c in assignment.colours.values()) else None
-        for node in list(graph.nodes):
-            colouring = assignment.colours.get(node)
-            if colouring is not None:
-                if aliases is not None:
-                    edits["clamp"] += _clamp_operands(graph, node, colouring, assignment, aliases)
-                edits["argument"] += _rewrite_arguments(node, colouring)  # first: what it drops needs no cast
-                edits["operand"] += _cast_operands(graph, node, colouring, assignment)
-        edits |= restore_outputs(graph, assignment)
-        edits["assertion"] = loosen_assertions(graph, lambda n: assignment.dtypes.get(n) != assignment.original.get(n))
-        return edits
+        """Apply the edits that were decided on, and give the outputs their dtypes, in place."""
+        graph, colours = unit.graph, unit.decided.colours
+        fired = dict.fromkeys(["operand", "clamp", "argument"], 0)
+        clamps = any(c.has(Clamp) for c in colours.values())
+        aliases: Any = Aliases(graph) if clamps else None  # before anything is inserted
+        apply: dict[type[Edit], tuple[str, Callable[[Unit, Node, Choice, list[Any]], int]]] = {
+            Clamp: ("clamp", functools.partial(_clamp_operands, aliases)),
+            SetDtype: ("argument", _set_dtype),  # before casts: what it drops needs none
+            Replace: ("argument", _replace_numbers),
+            Cast: ("operand", _cast_operands),
+        }
+        for node in [n for n in graph.nodes if n in colours and colours[n].edits]:
+            for kind, (rewrite, function) in apply.items():
+                if edits := [e for e in colours[node].edits if isinstance(e, kind)]:
+                    fired[rewrite] += function(unit, node, colours[node], edits)
+        fired |= restore_outputs(unit)
+        fired["assertion"] = loosen_assertions(graph, lambda n: operator.ne(*unit.dtypes_of(n)))
+        return fired
 
 
-def _cast_operands(graph: Graph, node: Node, colouring: Colouring, assignment: Assignment) -> int:
+def _cast_operands(unit: Unit, node: Node, choice: Choice, edits: list[Cast]) -> int:
     """Before: add(x, y). After: add(to(x, float32), y), where x was assigned a cast.
 
     A value that two arguments read is cast for the last one first, as autocast's C++ does where GCC has compiled it:
     autograd sums the gradients of the casts in the order that they were made in.
     """
-    if not colouring.operand_dtypes:
-        return 0
-    edits = 0
+    count = 0
     made: dict[Node, tuple[str, Node]] = {}
 
     def cast(operand: ops.Operand) -> Node:
-        nonlocal edits
-        wanted = colouring.operand_dtypes.get(operand.place)
+        nonlocal count
+        wanted = choice.casts.get(operand.place)
         if wanted is None:
             return operand.node
-        edits += 1
-        inserted = make_cast(graph, operand.node, wanted, node, assignment)
+        count += 1
+        inserted = unit.cast(operand.node, wanted, before=node)
         argument, first = made.setdefault(operand.node, (operand.name, inserted))
         if argument != operand.name:
             first.prepend(inserted)
@@ -79,35 +82,29 @@ def _cast_operands(graph: Graph, node: Node, colouring: Colouring, assignment: A
         return inserted
 
     ops.map_operands(node, cast)
-    return edits
+    return count
 
 
-def _clamp_operands(graph: Graph, node: Node, colouring: Colouring, assignment: Assignment, aliases: Aliases) -> int:
+def _clamp_operands(aliases: Aliases, unit: Unit, node: Node, choice: Choice, edits: list[Clamp]) -> int:
     """Before: where(m, lowest, x). After: where(m, clamp(lowest, -65504, 65504), x), for x in float16.
 
     Backward of clamp reads what was clamped, which must not be written in between: such a value is copied first.
     """
+    places = {e.place for e in edits}
 
-    def made(op: Any, *args: Any) -> Node:
-        with graph.inserting_before(node):
-            inserted = graph.call_function(op, args)
-        inserted.meta = origin(node) | {"val": args[0].meta.get("val")}
-        note(inserted, made_by=CLAMP_OPERAND)
-        for dtypes in (assignment.dtypes, assignment.original):
-            dtypes[inserted] = dtypes[args[0]]
-        return inserted
+    def insert(op: Any, *args: Any) -> Node:
+        return unit.insert(op, args, before=node, by=CLAMP_OPERAND)
 
     def clamp(operand: ops.Operand) -> Node:
         value = operand.node
-        if operand.place not in colouring.clamped:
+        if operand.place not in places:
             return value
-        largest = torch.finfo(colouring.operand_dtypes.get(operand.place, colouring.dtype)).max
-        kept = made(torch.ops.aten.clone.default, value) if aliases.is_mutated(value) else value
-        return made(torch.ops.aten.clamp.default, kept, -largest, largest)
+        largest = torch.finfo(choice.casts.get(operand.place, choice.dtype)).max
+        value = insert(torch.ops.aten.clone.default, value) if aliases.is_mutated(value) else value
+        return insert(torch.ops.aten.clamp.default, value, -largest, largest)
 
-    if colouring.clamped:
-        ops.map_operands(node, clamp)
-    return len(colouring.clamped)
+    ops.map_operands(node, clamp)
+    return len(edits)
 
 
 def _folds_by_grad(node: Node) -> bool:
@@ -121,19 +118,26 @@ def _folds_by_grad(node: Node) -> bool:
         return True
 
 
-def _rewrite_arguments(node: Node, colouring: Colouring) -> int:
-    """Before: x.to(float32), a relative cast; masked_fill(x, m, -3.4e38). After: in the dtype that the node runs in."""
-    low = colouring.set_dtype
-    if low is not None and not _replace(
-        node, lambda a: low if isinstance(a, torch.dtype) or (isinstance(a, Node) and dtype_owner(a)) else a
-    ):
-        node.op, node.target, node.args, node.kwargs = "call_function", CAST, (node.args[0], low), {}  # for x.float()
-    for old, new in colouring.literals:
-        _replace(node, lambda a, old=old, new=new: new if isinstance(a, (float, Node)) and a == old else a)
-    return (low is not None) + len(colouring.literals)
+def _set_dtype(unit: Unit, node: Node, choice: Choice, edits: list[SetDtype]) -> int:
+    """Before: x.to(float32), a relative cast. After: x.to(bfloat16), the dtype that the node runs in."""
+    dtype = edits[0].dtype
+
+    def names(argument: Any) -> bool:
+        return isinstance(argument, torch.dtype) or (isinstance(argument, Node) and dtype_owner(argument) is not None)
+
+    if not _change(node, lambda a: dtype if names(a) else a):
+        node.op, node.target, node.args, node.kwargs = "call_function", CAST, (node.args[0], dtype), {}  # for x.float()
+    return len(edits)
 
 
-def _replace(node: Node, change: Any) -> bool:
+def _replace_numbers(unit: Unit, node: Node, choice: Choice, edits: list[Replace]) -> int:
+    """Before: masked_fill(x, m, -3.4e38). After: masked_fill(x, m, -65504.0), for x in float16."""
+    for old, new in edits:
+        _change(node, lambda a, old=old, new=new: new if isinstance(a, (float, Node)) and a == old else a)
+    return len(edits)
+
+
+def _change(node: Node, change: Any) -> bool:
     """Change the leaves of a node's arguments; say whether any leaf changed."""
     args, kwargs = map_aggregate(node.args, change), map_aggregate(node.kwargs, change)
     changed = (args, kwargs) != (node.args, node.kwargs)

@@ -14,25 +14,25 @@ Views are no readers: outputs that share a storage are views of one cast.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from .._torch import pytree
-from ..form import Assignment
+from ..form import Assignment, Unit
 from ..graph.notes import READ_OUTPUT, RESTORE_OUTPUT, VIEW_OUTPUT, is_inserted, note
 from ..graph.outputs import Outputs, tensor_of, viewed, views_of
 from ..graph.values import is_floating, literal_dtype, recast
 from ..ops.rules import row_of
-from .cast import make_cast
 
 
-def restore_outputs(graph: Graph, assignment: Assignment) -> dict[str, int]:
+def restore_outputs(unit: Unit) -> dict[str, int]:
     """Give each output the dtype that was assigned to it, in place; return how many casts of each kind were made."""
-    wanted, output = dict(_wanted(graph, assignment)), graph.output_node()
-    restoring = _Restoring(graph, assignment)
-    if widened := assignment.widened:
-        restoring.hand_out(Outputs(graph, widened))
+    wanted, output = dict(_wanted(unit.graph, unit.decided)), unit.graph.output_node()
+    restoring = _Restoring(unit)
+    if widened := unit.decided.widened:
+        restoring.hand_out(Outputs(unit.graph, widened))
     for value, dtype in wanted.items():
         if value not in restoring.restored:
             restoring.restored[value] = restoring.cast(value, dtype, output, RESTORE_OUTPUT)
@@ -60,8 +60,8 @@ class _Restoring:
         edits: The number of casts that were made, by their kind.
     """
 
-    def __init__(self, graph: Graph, assignment: Assignment) -> None:
-        self._graph, self._assignment = graph, assignment
+    def __init__(self, unit: Unit) -> None:
+        self._unit, self._graph = unit, unit.graph
         self._wide: dict[Node, Node] = {}  # what is handed out, by the tensor that it is a cast of
         self.restored: dict[Node, Node] = {}
         self.edits = {"output": 0, "read": 0}
@@ -69,7 +69,7 @@ class _Restoring:
     def cast(self, value: Node, dtype: torch.dtype, before: Node, rule: str) -> Node:
         """Insert a cast of a value before a node."""
         self.edits[rule.rpartition("/")[2]] += 1
-        return make_cast(self._graph, value, dtype, before, self._assignment, rule)
+        return self._unit.cast(value, dtype, before=before, by=rule)
 
     def hand_out(self, outputs: Outputs) -> None:
         """Hand out low outputs in FP32, so that what reads one reads what is handed out."""
@@ -94,7 +94,7 @@ class _Restoring:
             self._graph.erase_node(cast)
             readers.remove(cast)
         if readers:
-            low: torch.dtype = self._assignment.dtypes[value]  # type: ignore[assignment]
+            low: Any = self._unit.decided.dtypes[value]
             back = self.cast(wide, low, at, READ_OUTPUT)
             for reader in readers:
                 for name in outputs.names(value):
@@ -116,8 +116,8 @@ class _Restoring:
         with self._graph.inserting_before(at):
             copy = self._graph.node_copy(view, lambda n: wide if n is base else n)
         note(copy, made_by=VIEW_OUTPUT)
-        self._assignment.dtypes[copy] = recast(self._assignment.dtypes[view], torch.float32)
-        self._assignment.original[copy] = self._assignment.original[view]
+        captured, assigned = self._unit.dtypes_of(view)
+        self._unit.inserted[copy] = captured, recast(assigned, torch.float32)
         return copy
 
 

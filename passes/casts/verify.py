@@ -17,7 +17,8 @@ import torch
 from torch.fx import Graph, Node
 
 from ..contract.errors import VerificationError
-from ..form import AS_AUTOCAST, Assignment
+from ..contract.reasons import ByOverride
+from ..form import Assignment, SetDtype, UnderAutocast
 from ..graph.aliases import Aliases, may_alias, may_write, shared_operands
 from ..graph.grad import grad_modes
 from ..graph.notes import CAST_OPERAND, is_inserted, note_of
@@ -49,6 +50,8 @@ def verify(graph: Graph, assignment: Assignment | None = None) -> None:
         return
     dtypes: Dtypes = {}
     for node in graph.nodes:
+        if node.op.startswith("call") and node not in assignment.dtypes:
+            raise VerificationError(f"{_name(node)} has no dtype: a pass inserts what it needs with Unit.insert.")
         dtypes[node] = _dtypes(node, dtypes, assignment)
         expected = assignment.dtypes.get(node)
         if node.op.startswith("call") and dtypes[node] != expected:
@@ -82,8 +85,8 @@ def _dtypes(node: Node, operands: Dtypes, assignment: Assignment) -> ValueDtype:
         return assignment.dtypes.get(node)  # an input of a body has the dtype that its caller passes
     if not node.op.startswith("call"):
         return assignment.original.get(node)
-    colouring = assignment.colours.get(node)
-    region = colouring is not None and colouring.kind == AS_AUTOCAST
+    choice = assignment.colours.get(node)
+    region = choice is not None and choice.has(UnderAutocast)
     opaque = node.op == "call_module" or ops.name(node).startswith("higher_order::")
     if opaque or region or "functorch" in (getattr(node.target, "__module__", None) or ""):
         return assignment.dtypes.get(node)  # the operands are checked where they are cast
@@ -92,7 +95,7 @@ def _dtypes(node: Node, operands: Dtypes, assignment: Assignment) -> ValueDtype:
         return recast(operands[value], dtype)  # type: ignore[index, arg-type]
     sources = [dtype_owner(n) or n for n in node.all_input_nodes]
     # During capture an autocast region cast operands; a node in it that has a colour is cast by fxamp instead.
-    region = colouring is not None and colouring.kind != KEEP and note_of(node).region is not None
+    region = choice is not None and choice.reason.kind != KEEP and note_of(node).region is not None
     as_captured = not region and all(operands[n] == assignment.original.get(n) for n in sources)
     before = assignment.original.get(node)
     unknown = before is None and assignment.dtypes.get(node) is not None  # capture tells no value of `requires_grad_`
@@ -118,9 +121,9 @@ def _runs_as_captured(node: Node, assignment: Assignment) -> bool:
 
 
 def _is_touched(node: Node, assignment: Assignment) -> bool:
-    colouring, note = assignment.colours.get(node), note_of(node)
+    choice, note = assignment.colours.get(node), note_of(node)
     # Casts of operands may have become the user's own cast, so that operands have their captured dtypes again.
-    changed = colouring is not None and (colouring.set_dtype is not None or bool(colouring.operand_dtypes))
+    changed = choice is not None and (choice.has(SetDtype) or bool(choice.casts))
     return is_inserted(node) or note.absorbed_cast or changed
 
 
@@ -209,16 +212,16 @@ def _stale_copy(emitted: Emitted, node: Node) -> Node | None:
 
 def _missing_cast(emitted: Emitted, node: Node) -> Node | None:
     """Illegal: linear(x: f32, to(w, bf16)), decided to run in BF16. An op with a dtype argument casts by itself."""
-    colouring = emitted.assignment.colours.get(node)
-    if colouring is None or colouring.dtype not in LOW_DTYPES or colouring.kind not in (LOW, "override"):
+    choice = emitted.assignment.colours.get(node)
+    if choice is None or choice.dtype not in LOW_DTYPES or ops.argument(node, "dtype") is not None:
         return None
-    if ops.argument(node, "dtype") is not None:
+    if choice.reason.kind != LOW and not isinstance(choice.reason, ByOverride):
         return None
     row, dtypes = row_of(node), emitted.assignment.dtypes
     return _first(
         o.node
         for o in ops.operands(node)
-        if dtypes[o.node] in ELIGIBLE and dtypes[o.node] != colouring.dtype
+        if dtypes[o.node] in ELIGIBLE and dtypes[o.node] != choice.dtype
         and (o.name in row.cast_arguments if row.cast_arguments else o.name not in row.uncast)
     )  # fmt: skip
 

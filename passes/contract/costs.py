@@ -25,7 +25,7 @@ class Run(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Choice:
+class Candidate:
     """An op that may run in either dtype.
 
     Attributes:
@@ -155,7 +155,7 @@ class CostModel(Protocol):
     def objective(self) -> str:
         """The phrase by which reasons describe the cheapest placement, such as "moves the fewest bytes"."""
 
-    def price(self, nodes: Sequence[Choice], nets: Sequence[Net]) -> Prices:
+    def price(self, nodes: Sequence[Candidate], nets: Sequence[Net]) -> Prices:
         """Price everything in one graph at once."""
 
 

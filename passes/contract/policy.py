@@ -14,7 +14,7 @@ import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -230,6 +230,26 @@ class Override:
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype without "torch.", as plans and reports have it: "bfloat16"."""
     return str(dtype).removeprefix("torch.")
+
+
+class Target(NamedTuple):
+    """What a graph is compiled for: the kind of device, and the low dtype on it."""
+
+    device: str
+    low: torch.dtype
+
+    @classmethod
+    def of(cls, policy: Policy) -> Target:
+        """Return the target of a policy that leaves nothing open.
+
+        Raises:
+            PolicyError: it leaves the device or the dtype open.
+        """
+        if policy.device is None or policy.dtype is None:
+            raise PolicyError(
+                f"{policy} leaves open for which device or dtype a graph is compiled: add device= and dtype=."
+            )
+        return cls(policy.device, policy.dtype)
 
 
 def module_override(policy: Policy, stack: Stack) -> Override | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 
 class Code(str, enum.Enum):
@@ -63,10 +64,60 @@ DEVIATIONS = (
 
 @dataclass(frozen=True)
 class Reason:
-    """A code, and a sentence about one node."""
+    """A code, and a sentence about one node; the type says what has decided, which is the rule of the op here.
+
+    Attributes:
+        kind: the kind of the rule.
+        causes: the nodes whose decisions this one follows from.
+        ranges: what buffers hold that the low dtype cannot, where that decided.
+        final: no placement of values may change the dtype that the node runs in.
+    """
 
     code: Code
     detail: str
+    kind: str = ""
+    causes: tuple[Any, ...] = ()
+    ranges: tuple[str, ...] = ()
+    final: bool = False
 
     def __str__(self) -> str:
         return f"{self.code}: {self.detail}"
+
+    def because(self, other: Reason) -> Reason:
+        """Return the reason of the same decider with the code and the sentence of another."""
+        return replace(self, code=other.code, detail=other.detail)
+
+
+@dataclass(frozen=True)
+class ByOverride(Reason):
+    """The policy has decided."""
+
+    kind: str = "override"
+
+
+@dataclass(frozen=True)
+class ByRegion(Reason):
+    """It is outside of autocast: the model's code disables that here, or the value is on another device."""
+
+    kind: str = "region"
+
+
+@dataclass(frozen=True)
+class ByCast(Reason):
+    """It is a cast of the user's."""
+
+    kind: str = "cast"
+
+
+@dataclass(frozen=True)
+class ByBody(Reason):
+    """The graphs inside of it have decided."""
+
+    kind: str = "body"
+
+
+@dataclass(frozen=True)
+class ByAutocast(Reason):
+    """It runs under `torch.autocast`, which decides."""
+
+    kind: str = "as_autocast"

@@ -16,8 +16,15 @@ import torch
 from torch import Tensor
 
 from .._torch import fakes_by
+from ..ops.rules import RULES
 
-_OVERLOADS = tuple(getattr(torch.ops.aten, name).input for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"))
+# Of a sequence in one tensor, with weights that are tensors: those of a quantized layer are objects.
+_OVERLOADS = tuple(
+    overload
+    for name, row in RULES.items()
+    if row.recurrent
+    and str((overload := getattr(torch.ops.aten, name).input)._schema.arguments[2].type) == "List[Tensor]"
+)
 
 
 def first_step(x: Tensor, batch_first: bool) -> Tensor:

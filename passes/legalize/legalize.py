@@ -53,7 +53,7 @@ class Legalize:
             "field": index_fields(graph),
             "norm": cast_before_norms(graph),
             "loss": split_losses(graph, whole) if policy.level.keeps_sums_fp32 else 0,
-            "composite": decompose_composites(graph, policy.device or "cpu", policy.dtype, whole),
+            "composite": decompose_composites(graph, *unit.target, whole),
         }
         note_buffers(graph, unit.attribute)
         return edits

@@ -18,11 +18,10 @@ from torch.fx import GraphModule, Node
 from fxamp.capture.capture_jit import attribute_of
 from passes import compile_graph
 from passes.assign.assign_precision import AssignPrecision
-from passes.casts.cast import make_cast
 from passes.casts.eliminate_casts import EliminateCasts
 from passes.casts.insert_casts import InsertCasts
 from passes.contract.plan import Plan
-from passes.contract.policy import Policy
+from passes.contract.policy import Policy, Target
 from passes.form import Assignment, Unit
 from passes.graph.notes import is_inserted
 from passes.graph.values import LOW_DTYPES, no_autocast
@@ -105,20 +104,22 @@ def inserted(gm: GraphModule, policy: Policy, seed: int) -> tuple[GraphModule, A
     """Return a copy of a graph with its casts in, and more at random that change no value; and the dtypes."""
     new, rng = copy.deepcopy(gm), random.Random(seed)
     with no_autocast():
-        assignment = AssignPrecision(policy)(Unit(new.graph, functools.partial(attribute_of, new)))
-        InsertCasts()(unit_of(new.graph, assignment))
+        assignment = AssignPrecision(policy)(Unit(new.graph, functools.partial(attribute_of, new), Target.of(policy)))
+        unit = unit_of(new.graph, assignment)
+        InsertCasts()(unit)
+        unit = unit.after()
     for node in [n for n in new.graph.nodes if n.op == "call_function" and not is_inserted(n)]:
-        low = [o for o in ops.operands(node) if assignment.dtypes[o.node] in LOW_DTYPES and rng.random() < 0.5]
+        low = [o for o in ops.operands(node) if unit.dtypes_of(o.node)[1] in LOW_DTYPES and rng.random() < 0.5]
         for o in low:
-            promotes = ops.name(node) in ("add", "mul", "sub", "cat") and assignment.dtypes[node] == torch.float32
-            kinds = [(torch.float32,)] if promotes else [(assignment.dtypes[o.node],), (torch.float32, torch.bfloat16)]
+            promotes = ops.name(node) in ("add", "mul", "sub", "cat") and unit.dtypes_of(node)[1] == torch.float32
+            kinds = [(torch.float32,)] if promotes else [(unit.dtypes_of(o.node)[1],), (torch.float32, torch.bfloat16)]
             made = o.node
             for dtype in rng.choice(kinds):
                 assert isinstance(dtype, torch.dtype)
-                made = make_cast(new.graph, made, dtype, node, assignment)
+                made = unit.cast(made, dtype, before=node)
             ops.map_operands(node, functools.partial(_replaced, {o: made}))
     new.recompile()
-    return new, assignment
+    return new, unit.after().decided
 
 
 def _replaced(new: dict[ops.Operand, Node], operand: ops.Operand) -> Node:

@@ -18,7 +18,7 @@ from passes import NAMES, ByteCosts, Pipeline, Printed, Timed, compile_graph, wa
 from passes.assign.assign_precision import AssignPrecision
 from passes.contract.errors import PolicyError, VerificationError
 from passes.contract.plan import Plan
-from passes.contract.policy import Policy
+from passes.contract.policy import Policy, Target
 from passes.form import Ensures, Unit
 from passes.pipeline import _run
 from passes.watch import Watcher
@@ -85,11 +85,13 @@ def test_what_a_pass_breaks_is_found_after_it(ensures: Ensures) -> None:
 
         def __call__(self, unit: Unit) -> dict[str, int]:
             relu = next(n for n in unit.graph.nodes if n.name == "second")
-            unit.decided.dtypes[relu] = torch.float64
+            unit.inserted[relu] = torch.float32, torch.float64
             return {}
 
     gm, _ = compiled()
-    unit = _run(Unit(gm.graph, functools.partial(attribute_of, gm)), (AssignPrecision(POLICY),), Counter())
+    unit = _run(
+        Unit(gm.graph, functools.partial(attribute_of, gm), Target.of(POLICY)), (AssignPrecision(POLICY),), Counter()
+    )
     if ensures is Ensures.DTYPES:
         with pytest.raises(VerificationError, match=r"linear .*gives torch\.\w+, its plan says torch\.float64"):
             _run(unit, (Widens(),), Counter())
@@ -140,10 +142,12 @@ def test_the_plan_says_how_often_each_rule_fired_and_which_never_did() -> None:
 
 def test_a_second_run_of_the_passes_that_eliminate_finds_nothing() -> None:
     gm = parse(TEXT)
-    unit = _run(Unit(gm.graph, functools.partial(attribute_of, gm)), (AssignPrecision(POLICY),), Counter())
+    unit = _run(
+        Unit(gm.graph, functools.partial(attribute_of, gm), Target.of(POLICY)), (AssignPrecision(POLICY),), Counter()
+    )
     edits: Counter[str] = Counter()
     rewrite = Pipeline.of(POLICY).rewrite
-    _run(unit, rewrite, edits)
+    unit = _run(unit, rewrite, edits)
     before = dict(edits)
     _run(unit, [step for step in rewrite if step.name == "eliminate-casts"], edits)
     assert edits == before

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from passes._torch import FakeTensorMode, pytree
+from passes.contract.policy import Target
 from passes.form import Assignment, Unit
 from passes.graph.notes import CAST_OPERAND, is_inserted, note
 from passes.graph.values import Inference, original_dtypes
@@ -176,12 +177,12 @@ def as_it_stands(gm: GraphModule) -> Assignment:
     """Return the assignment of a graph whose types are as they should be."""
     dtypes = original_dtypes(gm.graph, gm.get_parameter)
     returned = {n: dtypes[n] for n in gm.graph.output_node().all_input_nodes}
-    return Assignment({}, dict(dtypes), dtypes, returned, Inference())
+    return Assignment({}, dtypes, dtypes, returned, Inference())
 
 
 def unit_of(graph: Graph, assignment: Assignment) -> Unit:
     """Return a graph with what was decided on it, as a pass takes it."""
-    return Unit(graph, lambda path: None, assignment=assignment)
+    return Unit(graph, lambda path: None, Target("cpu", torch.bfloat16), assignment=assignment)
 
 
 def random_inputs(gm: GraphModule, seed: int = 0) -> list[Tensor]:

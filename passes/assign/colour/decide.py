@@ -16,17 +16,16 @@ from torch.fx import Node
 from ...contract.devices import DEVICES
 from ...contract.errors import PolicyError
 from ...contract.policy import module_override, op_override
-from ...contract.reasons import Code, Reason
-from ...form import Colouring
+from ...contract.reasons import ByCast, ByOverride, ByRegion, Code, Reason
+from ...form import Choice, Clamp, SetDtype
 from ...graph.aliases import is_in_place, may_alias, mutated_operands, out_operands
 from ...graph.notes import DECOMPOSE, note_of, region_on
 from ...graph.values import ELIGIBLE, LOW_DTYPES, described, dtype_reference, first_float, is_floating, literal_dtype
 from ...ops import numbers, ops
-from ...ops.facts import accumulates, facts_of, lacks_low, rule_of
-from ...ops.rules import BANNED, COMPOSITE, FOLLOW, FP32, KEEP, LOW, PROMOTE, row_of
-from .extremes import converts
+from ...ops.facts import rule_of
+from ...ops.rules import BANNED, COMPOSITE, FOLLOW, FP32, KEEP, LOW, PROMOTE
 from .kernels import lacks_low_kernel
-from .operand_casts import all_to, as_autocast, castable, keep, natural, operand_casts
+from .operand_casts import all_to, castable, keep, natural, operand_casts
 from .state import Site, State
 from .user_casts import Intent, meaning
 
@@ -35,26 +34,28 @@ def site_of(state: State, node: Node, name: str, floats: Iterable[ops.Operand]) 
     """Return a call with its row of the op table, and with the low dtype that applies to it."""
     row, kind = rule_of(node, state.device, state.low)
     region = region_on(node, state.device)
-    low = torch.float16 if state.device in row.fp16_on and not state.aggressive else (region and region[2]) or state.low
+    low = (
+        torch.float16
+        if state.device in row.fp16_on and not state.policy.level.stores_low
+        else (region and region[2]) or state.low
+    )
     return Site(node, name, row, kind, tuple(floats), low)
 
 
-def decide(state: State, site: Site) -> Colouring | None:
+def decide(state: State, site: Site) -> Choice | None:
     """Return the dtype that a node runs in, and why; None if there is nothing to decide."""
     if site.row.is_cast:
         return _user_cast(state, site)
-    colouring = _as_read(state, site)
-    if colouring is None and (is_in_place(site.name) or out_operands(site.node)) and mutated_operands(site.node):
+    choice = _as_read(state, site)
+    if choice is None and (is_in_place(site.name) or out_operands(site.node)) and mutated_operands(site.node):
         return _in_place(state, site)
-    for decider in (_pinned, _overridden, _outside_autocast, _beside_float64, _ruled):
-        colouring = colouring or decider(state, site)
-    return colouring
+    return choice or state.rules.decide(state, site)
 
 
 # The user's code.
 
 
-def _user_cast(state: State, site: Site) -> Colouring | None:
+def _user_cast(state: State, site: Site) -> Choice | None:
     """Colour a user cast; a cast to a dtype that is not floating has no colour."""
     node = site.node
     intent = _intent(state, node)
@@ -63,17 +64,19 @@ def _user_cast(state: State, site: Site) -> Colouring | None:
     if intent.literal and intent.dtype == torch.float32:
         state.upcast.add(node)
     baked = literal_dtype(node)
-    changed = intent.dtype if baked is not None and baked != intent.dtype else None
+    edits = (SetDtype(intent.dtype),) if baked is not None and baked != intent.dtype else ()
     value = next(ops.operands(node))
     named = intent.literal and note_of(node).cast != "autocast"
     number = 0.0 if named else state.extremes.constants.get(value.node, 0.0)
-    if state.autocast or intent.dtype not in LOW_DTYPES or not numbers.is_extreme(number, intent.dtype):
-        return Colouring(intent.dtype, FOLLOW if intent.free else "cast", intent.reason, set_dtype=changed)
+    if intent.dtype not in LOW_DTYPES or not numbers.is_extreme(number, intent.dtype):
+        why = intent.reason
+        reason = site.of_kind(FOLLOW).says(why) if intent.free else ByCast(why.code, why.detail)
+        return Choice(intent.dtype, reason, edits)
     if not numbers.is_lowest(number):
-        why = Code.LITERAL("a number does not fit the low dtype")
-        return Colouring(torch.float32, "cast", why, set_dtype=torch.float32)
-    why = Code.LITERAL("finfo(float32).min becomes the minimum of the low dtype")
-    return Colouring(intent.dtype, "cast", why, set_dtype=changed, clamped=(value.place,))
+        reason = ByCast(Code.LITERAL, "a number does not fit the low dtype")
+        return Choice(torch.float32, reason, (SetDtype(torch.float32),))
+    reason = ByCast(Code.LITERAL, "finfo(float32).min becomes the minimum of the low dtype")
+    return Choice(intent.dtype, reason, (*edits, Clamp(value.place)))
 
 
 def _intent(state: State, node: Node) -> Intent:
@@ -81,20 +84,20 @@ def _intent(state: State, node: Node) -> Intent:
     forced = module_override(state.policy, state.stacks.get(node, ())) if state.policy.modules else None
     observed = None if forced is not None and forced.colour == "fp32" else note_of(node).read
     written = state.aliases.find(node) in state.pinned  # then a cast that was no copy must stay none
-    return meaning(node, state.original, state.dtypes, observed, exact=written or not state.aggressive)
+    return meaning(node, state.original, state.dtypes, observed, exact=written or not state.policy.level.stores_low)
 
 
-def _as_read(state: State, site: Site) -> Colouring | None:
+def _as_read(state: State, site: Site) -> Choice | None:
     """Colour an op that no rule fits as under autocast, and a factory as the dtype that the user's code read there."""
     read, whole = note_of(site.node).read, note_of(site.node).under_autocast
-    colouring = _overridden(state, site) if read is not None or whole else None
-    if read is not None and (colouring is None or colouring.dtype != torch.float32):
+    choice = overridden(state, site) if read is not None or whole else None
+    if read is not None and (choice is None or choice.dtype != torch.float32):
         why = Code.DTYPE_ARGUMENT(f"under autocast your code reads {read} here")
-        return Colouring(read, FOLLOW, why, settled=True, set_dtype=read)
-    return colouring or ((_outside_autocast(state, site) or as_autocast(state, site)) if whole else None)
+        return Choice(read, site.of_kind(FOLLOW).says(why, final=True), (SetDtype(read),))
+    return choice or ((outside_autocast(state, site) or state.rules.whole(state, site)) if whole else None)
 
 
-def _in_place(state: State, site: Site) -> Colouring | None:
+def _in_place(state: State, site: Site) -> Choice | None:
     """Colour an op that writes to a tensor, `out=` or else its first argument: the dtype of that tensor decides."""
     first, out = site.node.args[0] if site.node.args else None, out_operands(site.node)
     targets = out or [t for t in (first if isinstance(first, (list, tuple)) else [first]) if isinstance(t, Node)]
@@ -104,16 +107,16 @@ def _in_place(state: State, site: Site) -> Colouring | None:
     strict = site.row.same_dtype or (bool(out) and not site.row.casts_out)  # what is written must have its dtype
     sources = [o for o in site.floats if strict and o.node not in targets and state.dtypes[o.node] in ELIGIBLE]
     casts = operand_casts(state.dtypes, sources, lambda o: dtype)
-    return Colouring(dtype, PROMOTE, Code.IN_PLACE("its target's dtype"), casts)
+    return Choice(dtype, site.of_kind(PROMOTE).says(Code.IN_PLACE("its target's dtype")), casts)
 
 
 # The policy, regions and storage.
 
 
-def _pinned(state: State, site: Site) -> Colouring | None:
+def pinned(state: State, site: Site) -> Choice | None:
     """Keep the dtype of a value that shares storage with a written one, or whose bits or gradients depend on it."""
     node = site.node
-    if state.autocast or state.aliases.find(node) not in state.pinned:
+    if state.aliases.find(node) not in state.pinned:
         return None
     why = Code.MUTATED(Code.MUTATED.meaning)
     if not state.aliases.is_mutated(node):
@@ -123,14 +126,14 @@ def _pinned(state: State, site: Site) -> Colouring | None:
         )
     elif may_alias(node):
         # A cast before a view makes a copy, which writes would not reach.
-        return natural(state, site, why, settled=True)
+        return natural(state, site, why, final=True)
     # Not FP32: a cast of a value that the user made low is a copy, which writes would not reach.
     return keep(state, site, why)
 
 
-def _overridden(state: State, site: Site) -> Colouring | None:
+def overridden(state: State, site: Site) -> Choice | None:
     """Return the policy's override of a node itself, of the module that it was made in, or else of its op."""
-    if state.autocast or _moves_written(state, site):
+    if moves_written(state, site):
         return None
     policy = state.policy
     override = op_override(policy, state.named.get(site.node, ""))
@@ -144,107 +147,38 @@ def _overridden(state: State, site: Site) -> Colouring | None:
             f"{override}: {described(site.node)} has no kernel for {site.low} on this {state.device}{whole or ';'} "
             "leave it FP32."
         )
-    site, reason = site.of_kind("override"), Code.OVERRIDE(str(override))
+    reason = ByOverride(Code.OVERRIDE, str(override))
     if override.colour == "keep":
         return keep(state, site, reason)
     return all_to(state, site, state.low if override.colour == "low" else torch.float32, reason)
 
 
-def _outside_autocast(state: State, site: Site) -> Colouring | None:
+def outside_autocast(state: State, site: Site) -> Choice | None:
+    """Leave an op as it is where the model disables autocast, or whose operands are on another device."""
     region, away = region_on(site.node, state.device), {o.node in state.elsewhere for o in site.floats} == {True}
     if (region is None or region[1]) and not away:
         return None
     off, other = "the model disables autocast here", "autocast casts nothing on its device"
-    return natural(state, site.of_kind("region"), Code.AS_WRITTEN(other) if away else Code.AUTOCAST_REGION(off))
+    return natural(state, site, ByRegion(Code.AS_WRITTEN, other) if away else ByRegion(Code.AUTOCAST_REGION, off))
 
 
-def _beside_float64(state: State, site: Site) -> Colouring | None:
+def beside_float64(state: State, site: Site) -> Choice | None:
     """Leave an op with a float64 operand as it is, unless it is an FP32 op that also reads low values."""
     dtypes = {state.dtypes[o.node] for o in site.floats}
     if torch.float64 not in dtypes or (site.kind == FP32 and not dtypes.isdisjoint(LOW_DTYPES)):
         return None
-    return natural(state, site, Code.FLOAT64("left as it is"), settled=True)
+    return natural(state, site, Code.FLOAT64("left as it is"), final=True)
 
 
-# The level: O2 runs ops low that are not sensitive, O3 all that have a low kernel.
-
-
-def _ruled(state: State, site: Site) -> Colouring:
-    """Return the decision of the rule, as the level interprets it."""
-    if state.aggressive and site.node in state.islands:
-        return _fp32(state, site, Code.ISLAND("a norm written by hand is FP32 throughout"))
-    if state.aggressive:
-        site = _at_level(state, site)
-        if site.kind in (PROMOTE, FOLLOW) and not _moves_written(state, site) and _lowers(state, site):
-            code = Code.O3_LOW if state.policy.level.rounds_sensitive else Code.O2_LOW
-            return all_to(state, site, site.low, code("not sensitive, and an operand is low"))
-    reads = site.kind in (PROMOTE, FOLLOW) and any(state.dtypes[o.node] in LOW_DTYPES for o in site.floats)
-    asks = not state.autocast and (site.kind == LOW or reads)  # autocast itself would fail
-    if asks and lacks_low_kernel(state, site.node, site.row, site.low):
-        return _without_kernel(state, site)
-    return _under_autocast_whole(state, site) or _KINDS[site.kind](state, site)
-
-
-def _under_autocast_whole(state: State, site: Site) -> Colouring | None:
-    """Colour what no rule says the dtype of as autocast runs it, where the policy asks for that; None for other ops."""
-    if site.kind not in (KEEP, BANNED, COMPOSITE) or not (state.autocast or state.policy.unknown_ops == "autocast"):
-        return None
-    runs = (site.kind == COMPOSITE or not site.row.known) and _runs_under_autocast(site)
-    colouring = as_autocast(state, site) if runs else None
-    return colouring or (_follow(state, site) if state.autocast else None)
-
-
-def _at_level(state: State, site: Site) -> Site:
-    """Return a call with the kind that a level beyond autocast gives it."""
-    values = [o.node for o in site.floats]
-    if values and all(state.dtypes[n] in LOW_DTYPES and state.dtypes[n] != site.low for n in values):
-        return site  # all of it is in the other low dtype, which the user chose: there are no bytes to save
-    extreme = any(n in state.extremes.values for n in values) or converts(site.node, state.dtypes)
-    return site.of_kind(_kind_at_level(state, site, extreme))
-
-
-def _kind_at_level(state: State, site: Site, extreme: bool) -> str:
-    """Return the kind of a call at O2 or O3; `extreme` says that an operand holds what the low dtype cannot."""
-    node, row, kind = site.node, site.row, site.kind
-    if kind in (LOW, KEEP, BANNED, COMPOSITE):
-        return kind
-    if lacks_low(node, row, state.device) or row.no_low_backward:
-        return FP32
-    several = PROMOTE if kind == PROMOTE or len(site.floats) > 1 else FOLLOW
-    if state.policy.level.rounds_sensitive and not extreme:
-        return LOW if row.gives in ("float", "first") and not row.commutes else several
-    if row.loss:  # FP32, except a loss that only selects values
-        return FOLLOW if facts_of(node, state.device, state.low).commutes_forward else FP32
-    if accumulates(node, row) or (row.sensitive and not _is_safe(state, site)):
-        return FP32
-    return several if kind == FP32 else kind
-
-
-def _is_safe(state: State, site: Site) -> bool:
-    """Say whether a sensitive op is safe in low: its errors are those of a rounding, and low has the range it needs."""
-    if site.row.sensitive == "range" and state.low is not torch.bfloat16:
-        return False
-    facts = facts_of(site.node, state.device, state.low)
-    return facts.rounds_once and facts.scatters
-
-
-def _moves_written(state: State, site: Site) -> bool:
+def moves_written(state: State, site: Site) -> bool:
     """Say whether the result of a node shares storage that some node writes."""
     return may_alias(site.node) and state.aliases.is_mutated(site.node)
-
-
-def _lowers(state: State, site: Site) -> bool:
-    """Say whether an op with mixed operands runs low at O2: one is in this low dtype, and all of them fit it."""
-    dtypes = {state.dtypes[o.node] for o in site.floats}
-    mixed = dtypes.intersection(LOW_DTYPES) == {site.low} != dtypes
-    fits = not any(o.node in state.extremes.values for o in site.floats)
-    return mixed and fits and site.row.gives in ("float", "first")
 
 
 # The rule: what each kind means.
 
 
-def _without_kernel(state: State, site: Site) -> Colouring:
+def without_kernel(state: State, site: Site) -> Choice:
     """Run an op without a low kernel in FP32, unless its operands have their dtypes from before conversion."""
     why = f"no kernel for {site.low} on this {state.device}"
     if all(state.dtypes[o.node] == state.original[o.node] for o in site.floats):
@@ -252,62 +186,34 @@ def _without_kernel(state: State, site: Site) -> Colouring:
     return all_to(state, site.of_kind(KEEP), torch.float32, Code.KEEP(why))
 
 
-def _low(state: State, site: Site) -> Colouring:
+def _low(state: State, site: Site) -> Choice:
     """Colour a `low` op low, unless the user upcast all operands, or all hold numbers out of the low range."""
     floats, low = site.floats, site.low
     cast = [o for o in floats if castable(state, o, site.row, low)]
     if not cast:
-        return natural(state, site, Code.NO_OPERAND("no operand is cast"), settled=True)
-    in_region = state.autocast or low != state.low  # an autocast region asks for the cast
-    if not in_region and any(_is_cast_to_the_other(state, o.node, low) for o in cast):
-        why = Code.USER_CAST("your code casts an operand to the other low dtype")
-        return all_to(state, site, torch.float32, why, settled=True)
-    if not state.autocast and all(o.node in state.upcast for o in floats):
-        return natural(state, site, Code.USER_CAST("your code casts every operand up"), settled=True)
-    extremes, values = state.extremes, [o.node for o in floats]
-    fixed = all(n in extremes.fixed for n in values) and any(n in extremes.values for n in values)
-    if state.aggressive and fixed:
-        why = Code.POSITION("computed from nothing but integers and buffers")
-        return natural(state, site, why, settled=True)
-    return all_to(state, site, low, Code.LOW(site.row.reason))
+        return natural(state, site, Code.NO_OPERAND("no operand is cast"), final=True)
+    return state.rules.exempt(state, site, cast) or all_to(state, site, low, Code.LOW(site.row.reason))
 
 
-def _is_cast_to_the_other(state: State, value: Node, low: object) -> bool:
-    """Say whether a value is in the other low dtype because a cast of the user's made it, or what it is computed from.
-
-    What the model holds or is given in that dtype, such as frozen parameters, is cast as autocast casts it.
-    """
-    visited, front = set[Node](), [value]
-    while front:
-        node = front.pop()
-        if node in visited or state.dtypes[node] not in LOW_DTYPES or state.dtypes[node] == low:
-            continue
-        if row_of(node).is_cast:
-            return True
-        visited.add(node)
-        front += node.all_input_nodes
-    return False
-
-
-def _fp32(state: State, site: Site, why: Reason | None = None) -> Colouring:
+def fp32(state: State, site: Site, why: Reason | None = None) -> Choice:
     """Colour an op that runs in FP32, unless its `dtype=` argument decides."""
     explicit = note_of(site.node).dtype_argument or ops.argument(site.node, "dtype")
     if site.row.dtype_arg and isinstance(explicit, torch.dtype):
-        return natural(state, site.of_kind(FP32), Code.DTYPE_ARGUMENT(str(explicit)), settled=True)
+        return natural(state, site.of_kind(FP32), Code.DTYPE_ARGUMENT(str(explicit)), final=True)
     return all_to(state, site.of_kind(FP32), torch.float32, why or Code.FP32(site.row.reason))
 
 
-def _promote(state: State, site: Site) -> Colouring:
-    colouring = natural(state, site, Code.PROMOTE("widest operand"))
+def _promote(state: State, site: Site) -> Choice:
+    choice = natural(state, site, Code.PROMOTE("widest operand"))
     widens = DEVICES[state.device].lists in site.row.widens
-    return all_to(state, site, colouring.dtype, colouring.reason) if widens else colouring
+    return all_to(state, site, choice.dtype, choice.reason) if widens else choice
 
 
-def _follow(state: State, site: Site) -> Colouring:
+def _follow(state: State, site: Site) -> Choice:
     return natural(state, site, Code.FOLLOW("its operand's dtype"))
 
 
-def _banned(state: State, site: Site) -> Colouring:
+def _banned(state: State, site: Site) -> Choice:
     raise PolicyError(
         f"{described(site.node)} is unsafe in low precision, and "
         f"autocast bans it on {state.device}: use binary_cross_entropy_with_logits on the logits, or allow it "
@@ -315,7 +221,7 @@ def _banned(state: State, site: Site) -> Colouring:
     )
 
 
-def _kept(state: State, site: Site) -> Colouring:
+def _kept(state: State, site: Site) -> Choice:
     """Colour an op that keeps its dtypes, because its rule says so or because it has no rule."""
     if not site.row.known:
         return _unknown(state, site)
@@ -324,20 +230,21 @@ def _kept(state: State, site: Site) -> Colouring:
         return like
     explicit = ops.argument(site.node, "dtype") if site.row.exact else None
     why = Code.DTYPE_ARGUMENT(str(explicit)) if isinstance(explicit, torch.dtype) else Code.KEEP(site.row.reason)
-    colouring = keep(state, site, why)
-    return colouring if colouring.operand_dtypes else replace(colouring, reason=Code.AS_WRITTEN(site.row.reason))
+    choice = keep(state, site, why)
+    written = choice.reason.because(Code.AS_WRITTEN(site.row.reason))
+    return choice if choice.casts else replace(choice, reason=written)
 
 
-def _like_its_reference(state: State, site: Site) -> Colouring | None:
+def _like_its_reference(state: State, site: Site) -> Choice | None:
     """Colour an op that makes a value with the dtype of another value; None for any other op."""
     reference = dtype_reference(site.node)
     if reference is None:
         return None
     dtype = first_float(state.dtypes[reference]) or torch.float32
-    return Colouring(dtype, FOLLOW, Code.FOLLOW("made with the dtype of its reference"))
+    return Choice(dtype, site.of_kind(FOLLOW).says(Code.FOLLOW("made with the dtype of its reference")))
 
 
-def _unknown(state: State, site: Site) -> Colouring:
+def _unknown(state: State, site: Site) -> Choice:
     """Colour an op without a rule, according to the policy's `unknown_ops`."""
     if state.policy.unknown_ops == "error":
         raise PolicyError(
@@ -349,11 +256,13 @@ def _unknown(state: State, site: Site) -> Colouring:
     return _like_its_reference(state, site) or keep(state, site, Code.KEEP(site.row.reason))
 
 
-def _runs_under_autocast(site: Site) -> bool:
-    """Say whether a call can be given a region of autocast, and it is known what comes out of it there.
+def runs_whole(site: Site) -> bool:
+    """Say whether no rule covers a call that can be given a region of autocast, of known results.
 
     Graphs inside a higher-order op stay as they were captured; if the compiler rewrites them, no autocast may be on.
     """
+    if site.kind != COMPOSITE and site.row.known:
+        return False
     seen = note_of(site.node).autocast is not None
     if ops.name(site.node).startswith("higher_order::"):
         return seen and not site.row.known
@@ -361,16 +270,16 @@ def _runs_under_autocast(site: Site) -> bool:
     return ops.operator_of(site.node) is not None and (seen or inside or site.kind != COMPOSITE)
 
 
-def _composite(state: State, site: Site) -> Colouring:
+def _composite(state: State, site: Site) -> Choice:
     """Colour a composite op that could not be decomposed, and is kept whole."""
     why = Code.COMPOSITE("kept whole")
-    colouring = keep(state, site, why)
-    dtypes = {colouring.operand_dtypes.get(o.place, state.dtypes[o.node]) for o in site.floats}
+    choice = keep(state, site, why)
+    dtypes = {choice.casts.get(o.place, state.dtypes[o.node]) for o in site.floats}
     if site.node.op == "call_function" and len(dtypes & {*ELIGIBLE}) > 1:
         return all_to(state, site, torch.float32, why)  # autocast would give them one dtype, but the graph runs without
-    return colouring
+    return choice
 
 
-_KINDS: dict[str, Callable[[State, Site], Colouring]] = {
-    LOW: _low, FP32: _fp32, PROMOTE: _promote, FOLLOW: _follow, KEEP: _kept, BANNED: _banned, COMPOSITE: _composite,
+KINDS: dict[str, Callable[[State, Site], Choice]] = {
+    LOW: _low, FP32: fp32, PROMOTE: _promote, FOLLOW: _follow, KEEP: _kept, BANNED: _banned, COMPOSITE: _composite,
 }  # fmt: skip

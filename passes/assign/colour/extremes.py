@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from ...graph.aliases import mutated_operands
 from ...graph.notes import note_of
@@ -37,23 +37,27 @@ class Extremes:
         ranges: for each of the values the buffers that put it there, with what they hold: "mask: -1e+09".
     """
 
-    def __init__(self, graph: Graph, low: torch.dtype) -> None:
+    def __init__(self, low: torch.dtype) -> None:
         self.low = low
         self.values: set[Node] = set()
         self.lowest: set[Node] = set()
         self.fixed: set[Node] = set()
         self.constants: dict[Node, Number] = {}
-        self.unknown = {n for n in graph.nodes if note_of(n).role == "number"}
+        self.unknown: set[Node] = set()
         self.ranges: dict[Node, tuple[str, ...]] = {}
         self._tiny: set[Node] = set()  # values such as x + eps, and copies of them, but not 1 / (x + eps)
         self._ends: dict[Node, list[Number]] = {}  # the numbers of a torch.arange
-        for node in graph.nodes:
-            note = note_of(node)
-            if note.role == "buffer":
-                self.fixed.add(node)
-            if note.constant is not None:
-                self._is_constant(node, note.constant)
-                self.ranges[node] = (f"{node.target}: {note.constant:g}",) if node in self.values else ()
+
+    def hold(self, node: Node) -> None:
+        """Record what is noted on a value that no call of the graph makes."""
+        note = note_of(node)
+        if note.role == "number":
+            self.unknown.add(node)
+        if note.role == "buffer":
+            self.fixed.add(node)
+        if note.constant is not None:
+            self._is_constant(node, note.constant)
+            self.ranges[node] = (f"{node.target}: {note.constant:g}",) if node in self.values else ()
 
     def _is_constant(self, node: Node, number: Number) -> None:
         self.constants[node] = number

@@ -1,24 +1,21 @@
 """Which operands of a node are cast, and to what: `operand_casts` says it, once the dtype of each is chosen.
 
 `all_to` casts all operands to one dtype, `natural` casts only if the kernel rejects mixed dtypes, `keep` casts back to
-the captured dtypes, and `as_autocast` to those that the operands have under `torch.autocast`.
+the captured dtypes.
 
 Before: add(a: bf16, b: f32)
-After:  all_to(bf16): b is cast; natural: none; keep, where a was f32: a is cast; as_autocast, where b is bf16 there: b
+After:  all_to(bf16): b is cast; natural: none; keep, where a was f32: a is cast
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
 import torch
 
 from ...contract.reasons import Code, Reason
-from ...form import AS_AUTOCAST, Colouring, Position
-from ...graph.aliases import may_write
-from ...graph.notes import note_of
+from ...form import Cast, Choice
 from ...graph.values import ELIGIBLE, LOW_DTYPES, Dtypes, ValueDtype, first_float
 from ...ops import ops
 from ...ops.rules import Rule
@@ -27,17 +24,17 @@ from .state import Site, State
 
 def operand_casts(
     dtypes: Dtypes, operands: Iterable[ops.Operand], wanted: Callable[[ops.Operand], ValueDtype]
-) -> dict[Position, torch.dtype]:
+) -> tuple[Cast, ...]:
     """Return the casts of the operands that do not have the dtype wanted of them; a wanted None leaves one as it is."""
     pairs = ((o, wanted(o)) for o in operands)
-    return {o.place: d for o, d in pairs if isinstance(d, torch.dtype) and d != dtypes[o.node]}
+    return tuple(Cast(o.place, d) for o, d in pairs if isinstance(d, torch.dtype) and d != dtypes[o.node])
 
 
-def all_to(state: State, site: Site, dtype: torch.dtype, reason: Reason, *, settled: bool = False) -> Colouring:
+def all_to(state: State, site: Site, dtype: torch.dtype, reason: Reason, *, final: bool = False) -> Choice:
     """Cast every castable operand that has another dtype."""
     operands = (o for o in site.floats if castable(state, o, site.row, dtype))
     casts = operand_casts(state.dtypes, operands, lambda o: dtype)
-    return Colouring(dtype, site.kind, reason, casts, settled=settled)
+    return Choice(dtype, site.says(reason, final=final), casts)
 
 
 def castable(state: State, operand: ops.Operand, row: Rule, dtype: torch.dtype) -> bool:
@@ -47,41 +44,20 @@ def castable(state: State, operand: ops.Operand, row: Rule, dtype: torch.dtype) 
     return not row.cast_arguments or operand.name in row.cast_arguments
 
 
-def natural(state: State, site: Site, reason: Reason, *, settled: bool = False) -> Colouring:
+def natural(state: State, site: Site, reason: Reason, *, final: bool = False) -> Choice:
     """Leave the operands as they are; if the kernel rejects mixed dtypes, cast all to the widest."""
     dtypes = [d for o in site.floats if isinstance(d := state.dtypes[o.node], torch.dtype)]
     widest = functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32
     if len(set(dtypes)) > 1 and site.row.same_dtype and site.row.gives != "first":
-        return all_to(state, site, widest, Code.WIDEST("the kernel rejects mixed operands"), settled=settled)
-    return Colouring(widest, site.kind, reason, settled=settled)
+        reason = site.says(reason).because(Code.WIDEST("the kernel rejects mixed operands"))
+        return all_to(state, site, widest, reason, final=final)
+    return Choice(widest, site.says(reason, final=final))
 
 
-def keep(state: State, site: Site, reason: Reason) -> Colouring:
+def keep(state: State, site: Site, reason: Reason) -> Choice:
     """Cast the operands back to the dtypes that they had when the graph was captured."""
     single = [o for o in site.floats if isinstance(state.dtypes[o.node], torch.dtype)]
     casts = operand_casts(state.dtypes, single, lambda o: state.original[o.node])
     before = (d for o in site.floats if isinstance(d := state.original[o.node], torch.dtype))
     dtype = first_float(state.original[site.node]) or next(before, torch.float32)
-    return Colouring(dtype, site.kind, reason, casts, settled=True)
-
-
-def as_autocast(state: State, site: Site) -> Colouring | None:
-    """Cast the operands to the dtypes that they have under autocast, under which the call then runs.
-
-    Return None where those dtypes are not known, or where a cast would be of a value that the call may write to; and
-    where they are several, which the backward of an op rejects that gives the first one's.
-    """
-    why = Code.AS_AUTOCAST("runs under torch.autocast, on operands in autocast's dtypes")
-    if state.autocast:
-        colouring = natural(state, site.of_kind(AS_AUTOCAST), why)
-        return replace(colouring, dtype=first_float(note_of(site.node).autocast) or colouring.dtype)
-    mixed = len({state.under_autocast(o.node) for o in site.floats}) > 1
-    if mixed and site.row.same_dtype and site.row.gives == "first":
-        return None
-    written = set(may_write(site.node))
-    changed = [o for o in site.floats if state.under_autocast(o.node) != state.dtypes[o.node]]
-    if any(not isinstance(state.under_autocast(o.node), torch.dtype) or o.node in written for o in changed):
-        return None
-    casts = operand_casts(state.dtypes, changed, lambda o: state.under_autocast(o.node))
-    dtype = first_float(state.under_autocast(site.node)) or torch.float32
-    return Colouring(dtype, AS_AUTOCAST, why, casts)
+    return Choice(dtype, site.says(reason, final=True), casts)

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from ...contract.policy import Policy
-from ...form import Colours
+from ...contract.policy import Policy, Target
+from ...contract.reasons import Reason
+from ...form import Choice
 from ...graph.aliases import Aliases
 from ...graph.bodies import Border
-from ...graph.islands import islands
 from ...graph.values import Dtypes, Inference, ValueDtype, keys
 from ...ops import ops
 from ...ops.rules import Rule
 from .extremes import Extremes
-from .user_casts import observed, uncopied_without_grad
+
+if TYPE_CHECKING:
+    from .strategies import AutocastRules
 
 # The modules that each call was made in, as `values.module_types` gives them.
 Stacks = Mapping[Node, Sequence[tuple[str, tuple[str, ...]]]]
@@ -46,16 +47,20 @@ class Site:
         """Return the same call with another kind."""
         return replace(self, kind=kind)
 
+    def says(self, why: Reason, *, final: bool = False) -> Reason:
+        """Return a reason with the kind of the call, unless it is another decider's."""
+        return replace(why, kind=why.kind or self.kind, final=final or why.final)
+
 
 class State:
     """The state of one run over a graph, which deciders read and seldom change.
 
     Attributes:
-        autocast: decide as torch's dispatcher does under autocast, and nothing else.
+        rules: the strategy that decides: autocast's, or the policy's.
+        policy: what the user asks for; the default one for autocast.
         stacks: the modules that each node was made in.
         named: the key of each node, if the policy may name nodes by it.
         border: the dtypes at the edges of the graph.
-        aggressive: the level goes beyond autocast.
         pinned: representatives of alias sets that must stay FP32; they are kept from one run to the next.
         colours: the decisions so far.
         dtypes: the dtype of every value; the original one for values that the run has not reached.
@@ -68,35 +73,29 @@ class State:
     """
 
     def __init__(
-        self, policy: Policy, graph: Graph, original: Dtypes, infer: Inference, aliases: Aliases,
-        *, autocast: bool = False, stacks: Stacks | None = None, border: Border | None = None,
-        reference: State | None = None,
+        self, rules: AutocastRules, policy: Policy, target: Target, graph: Graph, original: Dtypes, infer: Inference,
+        aliases: Aliases, *, stacks: Stacks | None = None, border: Border | None = None, reference: State | None = None,
     ) -> None:  # fmt: skip
         self.policy, self.graph, self.original, self.infer, self.aliases = policy, graph, original, infer, aliases
-        self.autocast, self.stacks, self.border = autocast, stacks or {}, border or Border()
-        self.device = policy.device or "cpu"
-        self.low: Any = policy.dtype
+        self.rules, self.stacks, self.border, self.target = rules, stacks or {}, border or Border(), target
+        self.device, self.low = target
         self.named = keys(graph.nodes) if policy.ops else {}
         devices = {n: v.device.type for n in graph.nodes if isinstance(v := n.meta.get("val"), Tensor)}
         here = any(device == self.device and not n.op.startswith("call") for n, device in devices.items())
         self.elsewhere = {n for n, device in devices.items() if here and device != self.device}  # none if planned ahead
         self.lacking: dict[Any, bool] = {}
-        self.pinned = {aliases.find(v) for v in observed(graph) if original[v] == torch.float32}
-        self.aggressive = not autocast and policy.level.stores_low
-        self.islands = islands(graph) if self.aggressive else frozenset()
+        self.pinned: set[Node] = set()
+        self.islands: frozenset[Node] = frozenset()
         self.reference = reference
-        if self.aggressive:
-            uncopied = uncopied_without_grad(graph, original)
-            self.pinned |= {aliases.find(v) for v in uncopied if self.under_autocast(v) == original[v]}
         self.restart()
 
     def restart(self) -> None:
         """Reset everything except the pinned alias sets."""
-        self.colours: Colours = {}
+        self.colours: dict[Node, Choice] = {}
         self.dtypes: Dtypes = {**self.original, **self.border.inputs}
         self.upcast: set[Node] = set()
         self.bodies: dict[Node, State] = {}
-        self.extremes = Extremes(self.graph, self.low)
+        self.extremes = Extremes(self.low)
 
     def under_autocast(self, node: Node) -> ValueDtype:
         """Return the dtypes that autocast gives a value; None if that is not known."""

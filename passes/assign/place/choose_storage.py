@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from networkx import NetworkXUnbounded
@@ -27,7 +28,7 @@ from ...contract.plan import Plan
 from ...contract.plan_format import REMEDY
 from ...contract.policy import dtype_name
 from ...contract.reasons import Code
-from ...form import Colouring, Colours, Position
+from ...form import Cast, Choice, Colours, SetDtype
 from ...graph.grad import requires_grad
 from ...graph.values import ELIGIBLE, Dtypes, ValueDtype, dtype_reference, first_float, keys, recast
 from ...ops import ops
@@ -82,48 +83,45 @@ def _placed(low_side: set[Variable], uses: Uses, costs: CostModel) -> tuple[Colo
     for node in uses.free:
         dtypes[node] = recast(dtypes[node], simulation.low if node in low_side else torch.float32)
     colours = {
-        node: _compared(node, colouring, dtypes)
+        node: _compared(node, choice, dtypes)
         if uses.takes_either(node)
-        else _recoloured(node, colouring, simulation.low if node in low_side else torch.float32, dtypes, uses, costs)
-        for node, colouring in simulation.colours.items()
+        else _recoloured(node, choice, simulation.low if node in low_side else torch.float32, dtypes, uses, costs)
+        for node, choice in simulation.colours.items()
     }
     return colours, dtypes
 
 
-def _compared(node: Node, colouring: Colouring, dtypes: Dtypes) -> Colouring:
+def _compared(node: Node, choice: Choice, dtypes: Dtypes) -> Choice:
     """Return the decision on a comparison, which reads its operands in the dtypes in which they are stored."""
     floats = [d for o in ops.operands(node) if isinstance(d := dtypes[o.node], torch.dtype) and d in ELIGIBLE]
-    return replace(colouring, dtype=functools.reduce(torch.promote_types, floats)) if floats else colouring
+    return replace(choice, dtype=functools.reduce(torch.promote_types, floats)) if floats else choice
 
 
-def _recoloured(
-    node: Node, colouring: Colouring, side: torch.dtype, dtypes: Dtypes, uses: Uses, costs: CostModel
-) -> Colouring:
+def _recoloured(node: Node, choice: Choice, side: torch.dtype, dtypes: Dtypes, uses: Uses, costs: CostModel) -> Choice:
     """Return the decision on a node, given how its value and its operands are stored."""
     before = uses.simulation.dtypes
-    placed = replace(colouring, operand_dtypes=_casts(node, colouring, side, dtypes, uses))
+    placed = choice.edited(*_casts(node, choice, side, dtypes, uses), but=Cast)
     if dtypes[node] != before[node] and node in uses.free:
         word = "FP32" if side == torch.float32 else "low"
-        why = Code.CUT(f"stored {word}, which {costs.objective} ({colouring.reason.code})")
-        if colouring.kind == LOW:
+        why = Code.CUT(f"stored {word}, which {costs.objective} ({choice.reason.code})")
+        if choice.reason.kind == LOW:
             why = Code.NOT_WORTH_CASTS("on this device it takes longer in low, counting its casts")
-        placed = replace(placed, dtype=side, reason=why)
+        placed = replace(placed, dtype=side, reason=choice.reason.because(why))
     reference, relative = dtype_reference(node), node in uses.free and row_of(node).is_cast
     if relative or (reference is not None and any(dtypes[n] != before[n] for n in (node, reference))):
-        placed = replace(placed, set_dtype=first_float(dtypes[node]))  # the dtype that it follows has changed
+        dtype: Any = first_float(dtypes[node])
+        placed = placed.edited(SetDtype(dtype), but=SetDtype)  # the dtype that it follows has changed
     return placed
 
 
-def _casts(
-    node: Node, colouring: Colouring, side: torch.dtype, dtypes: Dtypes, uses: Uses
-) -> dict[Position, torch.dtype]:
+def _casts(node: Node, choice: Choice, side: torch.dtype, dtypes: Dtypes, uses: Uses) -> tuple[Cast, ...]:
     """Return the casts of a node, given how the cut stores its operands."""
     if uses.upcasts(node):  # the user's upcast needs no cast of ours
-        return {}
+        return ()
 
     def wanted(operand: ops.Operand) -> ValueDtype:
         if dtypes[operand.node] not in ELIGIBLE:
-            return colouring.operand_dtypes.get(operand.place)
+            return choice.casts.get(operand.place)
         return uses.wanted(node, operand.place, side)
 
     return operand_casts(dtypes, ops.operands(node), wanted)

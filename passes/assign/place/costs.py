@@ -25,7 +25,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from ..._torch import OpOverload
-from ...contract.costs import Call, Choice, CostModel, Filler, Net, PricedNet, Prices, Run, Timer
+from ...contract.costs import Call, Candidate, CostModel, Filler, Net, PricedNet, Prices, Run, Timer
 from ...contract.devices import DEVICES
 from ...contract.errors import PolicyError
 from ...graph.notes import is_parameter
@@ -53,7 +53,7 @@ class ByteCosts:
     device: str
     objective = "moves the fewest bytes"
 
-    def price(self, nodes: Sequence[Choice], nets: Sequence[Net]) -> Prices:
+    def price(self, nodes: Sequence[Candidate], nets: Sequence[Net]) -> Prices:
         """Price ops and casts by the bytes that they read and write."""
         both = [tuple(self.run(run, n.grad) for run in (n.low, n.fp32)) for n in nodes]
         kept = [(max(low, fp32) if n.returned else low, fp32) for n, (low, fp32) in zip(nodes, both, strict=True)]
@@ -86,7 +86,7 @@ class MeasuredCosts:
     timer: Timer
     objective = "takes the least time"
 
-    def price(self, nodes: Sequence[Choice], nets: Sequence[Net]) -> Prices:
+    def price(self, nodes: Sequence[Candidate], nets: Sequence[Net]) -> Prices:
         """Time every distinct call once and return the nanoseconds of each."""
         timed = [n for n in nodes if not makes_view(n.node) and not row_of(n.node).is_cast]
         runs = {n.node: [_run_call(run, n.grad) for run in (n.low, n.fp32)] for n in timed}
@@ -129,7 +129,7 @@ class Penalties:
         """That of the other costs."""
         return self.costs.objective
 
-    def price(self, nodes: Sequence[Choice], nets: Sequence[Net]) -> Prices:
+    def price(self, nodes: Sequence[Candidate], nets: Sequence[Net]) -> Prices:
         """Return the other prices and the penalties, all of them in parts of a unit."""
         prices = priced(self.costs, nodes, nets).times(PARTS)
         names = keys(nodes[0].node.graph.nodes)
@@ -162,14 +162,14 @@ class Frequencies:
         """That of the other costs."""
         return self.costs.objective
 
-    def price(self, nodes: Sequence[Choice], nets: Sequence[Net]) -> Prices:
+    def price(self, nodes: Sequence[Candidate], nets: Sequence[Net]) -> Prices:
         """Return the other prices, multiplied; the gradient of a parameter is cast in every run."""
         often = [net.often(self.parameters if is_parameter(net.value) else self.runs, self.runs) for net in nets]
         prices = priced(self.costs, nodes, often)
         return replace(prices, nodes=[(low * self.runs, fp32 * self.runs) for low, fp32 in prices.nodes])
 
 
-def priced(costs: CostModel, nodes: Sequence[Choice], nets: Sequence[Net]) -> Prices:
+def priced(costs: CostModel, nodes: Sequence[Candidate], nets: Sequence[Net]) -> Prices:
     """Return the prices of a cost model.
 
     Raises:

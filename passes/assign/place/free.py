@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from ...form import Colouring
+from ...form import Choice, Replace
 from ...graph.aliases import may_alias
 from ...graph.notes import note_of
 from ...graph.values import ValueDtype, concrete_size, is_floating, literal_dtype
@@ -29,7 +29,7 @@ from .saturate import touched
 def free_nodes(simulation: Simulation, grad: frozenset[Node]) -> dict[Node, None]:
     """Return the free nodes of a graph in order, including the items of free containers."""
     free: dict[Node, None] = {}
-    low = touched(simulation.graph, simulation.dtypes) if simulation.aggressive else set()
+    low = touched(simulation.graph, simulation.dtypes) if simulation.policy.level.stores_low else set()
     for node in simulation.graph.nodes:
         item = row_of(node).asks == "item" and node.args[0] in free and is_floating(simulation.dtypes[node])
         # Where gradients are off, a cast that makes no copy would hand on those of its operand.
@@ -45,7 +45,7 @@ def _is_free(simulation: Simulation, node: Node, grad: bool, low: bool) -> bool:
     candidate = _Candidate(simulation, node, simulation.colours[node], row_of(node), floats, dtypes, grad, low)
     if not _is_open(candidate):
         return False
-    return _is_insensitive(candidate) if simulation.aggressive else _is_as_autocasts(candidate)
+    return _is_insensitive(candidate) if simulation.policy.level.stores_low else _is_as_autocasts(candidate)
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class _Candidate:
 
     simulation: Simulation
     node: Node
-    colouring: Colouring
+    choice: Choice
     row: Rule
     floats: tuple[ops.Operand, ...]
     dtypes: tuple[ValueDtype, ...]
@@ -73,16 +73,16 @@ def _is_open(c: _Candidate) -> bool:
     low, either = c.simulation.low, (c.simulation.low, torch.float32)
     # The kind of a matrix product leaves its dtype open only at O2 with measured costs.
     measured = policy.level.may_keep_products_fp32 and policy.cost == "measured"
-    product = measured and c.colouring.kind == LOW and not c.colouring.settled
+    product = measured and c.choice.reason.kind == LOW and not c.choice.reason.final
     return (
-        (product or c.colouring.kind in (PROMOTE, FOLLOW, FP32))
+        (product or c.choice.reason.kind in (PROMOTE, FOLLOW, FP32))
         # It makes a value outside the user's autocast regions, and names neither a dtype nor a number of one.
         and not ops.name(node).endswith("_")
         and note_of(node).region is None
-        and not c.colouring.literals
+        and not c.choice.has(Replace)
         and (literal_dtype(node) is None or c.row.is_cast)
         # It runs in one of the two dtypes, and gives and reads floats of these.
-        and c.colouring.dtype in either
+        and c.choice.dtype in either
         and all(d in either for d in c.dtypes if not isinstance(d, tuple))
         and is_floating(c.simulation.dtypes[node])
         and bool(c.floats)
@@ -98,8 +98,8 @@ def _is_insensitive(c: _Candidate) -> bool:
     """Say whether an op may be low or FP32 from O2 on: it is not sensitive."""
     state, extreme = c.simulation, c.simulation.extremes.values
     return (
-        c.colouring.kind != FP32
-        and not c.colouring.settled
+        c.choice.reason.kind != FP32
+        and not c.choice.reason.final
         # Its output has the dtype of its operands, not of its weights.
         and c.row.gives in ("float", "first")
         and c.floats[0].name not in c.row.uncast
@@ -114,7 +114,7 @@ def _is_insensitive(c: _Candidate) -> bool:
 
 def _is_as_autocasts(c: _Candidate) -> bool:
     """Say whether an op may be low or FP32 at O1: neither its value nor a gradient changes."""
-    if c.colouring.kind != FP32:
+    if c.choice.reason.kind != FP32:
         rounds_nothing = _only_moves(c)
     else:  # by autocast's list: it reads low, and its low kernels compute in FP32
         exact = c.facts.fp32_internal and (c.facts.fp32_backward or not c.grad) and c.facts.status == "measured"
@@ -133,7 +133,7 @@ def _only_moves(c: _Candidate) -> bool:
         c.row.commutes != ""
         and c.facts.commutes_forward
         and (c.facts.commutes_backward or not c.grad)
-        and not c.colouring.operand_dtypes
+        and not c.choice.casts
         and not (dtype == low and torch.float32 in c.dtypes)  # an FP32 scalar beside it does not promote it
         and not (c.grad and _broadcasts(c))
         and not (dtype == torch.float32 and _is_compacted(c.node.meta.get("val")))

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Node
 
-from ...contract.costs import Choice, CostModel, Net, Read, Run
-from ...form import Position
+from ...contract.costs import Candidate, CostModel, Net, Read, Run
+from ...contract.reasons import ByCast
+from ...form import Position, Replace
 from ...graph.aliases import mutated_operands
 from ...graph.grad import grad_modes, shares_cast, shares_storage, what_it_reads
 from ...graph.values import ELIGIBLE, ValueDtype
@@ -56,20 +57,20 @@ class Uses:
 
     def upcasts(self, node: Node) -> bool:
         """Say whether the user casts a value up here."""
-        colouring = self.simulation.colours.get(node)
-        if colouring is None or colouring.kind != "cast" or colouring.dtype != torch.float32:
+        choice = self.simulation.colours.get(node)
+        if choice is None or not isinstance(choice.reason, ByCast) or choice.dtype != torch.float32:
             return False
         value: Any = node.args[0]
         return self.simulation.dtypes[value] in ELIGIBLE
 
     def takes_either(self, node: Node) -> bool:
         """Say whether a fixed node reads its operands in whatever dtype they are stored: a comparison, from O2 on."""
-        colouring = self.simulation.colours.get(node)
-        if colouring is None or not self.simulation.policy.level.stores_low or node in self.free:
+        choice = self.simulation.colours.get(node)
+        if choice is None or not self.simulation.policy.level.stores_low or node in self.free:
             return False
         row = row_of(node)
-        plain = colouring.kind in (PROMOTE, FOLLOW) and not (
-            colouring.settled or colouring.operand_dtypes or colouring.literals
+        plain = choice.reason.kind in (PROMOTE, FOLLOW) and not (
+            choice.reason.final or choice.casts or choice.has(Replace)
         )
         return plain and row.gives in ("bool", "int") and not row.same_dtype and not mutated_operands(node)
 
@@ -93,7 +94,7 @@ class Uses:
             return dict.fromkeys(places, torch.float32)  # the user's upcast needs an FP32 operand to do nothing
         if node.op == "output":
             return {p: self._returned[n] for p, n in places.items()}
-        casts = simulation.colours[node].operand_dtypes if node in simulation.colours else {}
+        casts = simulation.colours[node].casts if node in simulation.colours else {}
         return {p: casts[p] if p in casts else simulation.dtypes[n] for p, n in places.items()}
 
 
@@ -116,13 +117,13 @@ def _imply(problem: Problem, node: Node, uses: Uses) -> None:
     colours, dtypes = simulation.colours, simulation.dtypes
     if simulation.policy.level.stores_low or isinstance(dtypes[node], tuple):
         return
-    if node in colours and colours[node].kind == FP32:
+    if node in colours and colours[node].reason.kind == FP32:
         problem.implies += [(node, o.node if o.node in uses.free else Side.LOW) for o in ops.operands(node)]
     if dtypes[node] == low:
         return
     for reader, where in uses.readers[node]:
         follows = reader in uses.free and dtypes[reader] != low
-        if follows and (reader not in colours or colours[reader].kind != FP32):
+        if follows and (reader not in colours or colours[reader].reason.kind != FP32):
             problem.implies.append((node, reader))
         elif uses.needs[reader].get(where) != low:
             problem.implies.append((node, Side.FP32))
@@ -138,7 +139,7 @@ def price(problem: Problem, uses: Uses, costs: CostModel) -> Mapping[str, int]:
     def run(node: Node, dtype: torch.dtype) -> Run:
         return Run(node, dtype, {o.place: uses.wanted(node, o.place, dtype) for o in ops.operands(node)})
 
-    nodes = [Choice(run(n, low), run(n, torch.float32), uses.grad, _rounds(n), n in returned) for n in uses.free]
+    nodes = [Candidate(run(n, low), run(n, torch.float32), uses.grad, _rounds(n), n in returned) for n in uses.free]
     values: dict[Any, list[Node]] = {}
     for node in uses.simulation.graph.nodes:
         values.setdefault(what_it_reads(node), []).append(node)
@@ -193,7 +194,7 @@ def _nets(
         side = uses.side(reader, where)
         if side is None:
             continue
-        by_rule = reader in simulation.colours and simulation.colours[reader].kind == LOW
+        by_rule = reader in simulation.colours and simulation.colours[reader].reason.kind == LOW
         when = modes.get(reader), simulation.aliases.epoch(node, reader)
         key = when if (shared := shares_cast(mode, node, reader, by_rule, uses.grad)) else reader
         casts.setdefault((shared, key), []).append(_Read(node, reader, side))

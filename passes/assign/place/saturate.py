@@ -12,12 +12,11 @@ After:  add(scores: bf16, to(clamp(mask, -3.39e38, 3.39e38), bf16))
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import torch
 from torch.fx import Graph, Node
 
-from ...form import Colours, Position
+from ...form import Clamp, Colours, Position
 from ...graph.aliases import may_write
 from ...graph.notes import is_parameter, note_of
 from ...graph.values import LOW_DTYPES, Dtypes, is_floating
@@ -39,23 +38,23 @@ def touched(graph: Graph, dtypes: Dtypes) -> set[Node]:
 
 def saturate(simulation: Simulation, colours: Colours, dtypes: Dtypes) -> Colours:
     """Return the decisions on placed values with the operands marked that a cast down has to bring into range first."""
-    if not simulation.aggressive:
+    if not simulation.policy.level.stores_low:
         return colours
     by_autocast, unbounded = _rounded_by_autocast(simulation), _unbounded(simulation)
     unbounded -= touched(simulation.graph, dtypes)
     down = [
         (node, o.place, o.node)
-        for node, colouring in colours.items()
+        for node, choice in colours.items()
         for o in ops.operands(node)
-        if colouring.operand_dtypes.get(o.place) in LOW_DTYPES and dtypes[o.node] == torch.float32
+        if choice.casts.get(o.place) in LOW_DTYPES and dtypes[o.node] == torch.float32
     ]
     # If one reader needs the range, all readers get it, so that they share the cast.
     beyond = {value for node, where, value in down if (node, where) not in by_autocast and value in unbounded}
-    clamped: dict[Node, dict[Position, None]] = {}
+    clamped: dict[Node, list[Clamp]] = {}
     for node, where, value in down:
-        if value in beyond:
-            clamped.setdefault(node, dict.fromkeys(colours[node].clamped))[where] = None
-    return colours | {node: replace(colours[node], clamped=tuple(places)) for node, places in clamped.items()}
+        if value in beyond and Clamp(where) not in colours[node].edits:
+            clamped.setdefault(node, []).append(Clamp(where))
+    return {**colours, **{n: colours[n].edited(*clamps) for n, clamps in clamped.items()}}
 
 
 def _rounded_by_autocast(simulation: Simulation) -> set[tuple[Node, Position]]:
@@ -65,7 +64,7 @@ def _rounded_by_autocast(simulation: Simulation) -> set[tuple[Node, Position]]:
     if reference is None:
         return operands
     for node in reversed(simulation.graph.nodes):
-        casts = reference.colours[node].operand_dtypes if node in reference.colours else {}
+        casts = reference.colours[node].casts if node in reference.colours else {}
         reads = {(reader, o.place) for reader in node.users for o in ops.operands(reader) if o.node is node}
         moved = row_of(node).commutes != "" and reads <= operands and {*node.users} == {reader for reader, _ in reads}
         operands |= {(node, o.place) for o in ops.operands(node) if moved or casts.get(o.place) in LOW_DTYPES}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.fx import GraphModule
 
 from passes.casts.insert_casts import InsertCasts
 from passes.contract.reasons import Code
-from passes.form import Assignment, Colouring
+from passes.form import Assignment, Cast, Choice, Edit, Replace, SetDtype
 from passes.runtime.casts import cast_floating, cast_weight
 from tests.support.graphs import Builder, as_it_stands, normal, parse, random_inputs, render, unit_of
 
@@ -23,14 +24,18 @@ TEST = Code.LOW("test")
 
 def coloured(gm: GraphModule, colours: dict[str, Any], held: dict[str, Any] | None = None) -> Assignment:
     """Return an assignment: by node, the casts of its operands; and the dtypes that values come to have."""
-    assignment = as_it_stands(gm)
-    for node in gm.graph.nodes:
-        if node.name in colours:
-            given = colours[node.name]
-            assignment.colours[node] = given if isinstance(given, Colouring) else Colouring(BF16, "low", TEST, given)
-        if node.name in (held or {}):
-            assignment.dtypes[node] = (held or {})[node.name]
-    return assignment
+    assignment, nodes = as_it_stands(gm), {n.name: n for n in gm.graph.nodes}
+    choices = {
+        nodes[name]: given if isinstance(given, Choice) else choice(*map(Cast, given, given.values()))
+        for name, given in colours.items()
+    }
+    dtypes = {**assignment.dtypes, **{nodes[name]: dtype for name, dtype in (held or {}).items()}}
+    return replace(assignment, colours=choices, dtypes=dtypes)
+
+
+def choice(*edits: Edit) -> Choice:
+    """Return the choice to run a node in BF16 by some edits."""
+    return Choice(BF16, TEST, edits)
 
 
 def casts(edits: dict[str, int]) -> int:
@@ -173,7 +178,7 @@ def test_a_relative_cast_takes_the_dtype_it_was_given() -> None:
         return x
         """,
         0,
-        {"to": Colouring(BF16, "user_cast", TEST, set_dtype=BF16)},
+        {"to": choice(SetDtype(BF16))},
     )
 
 
@@ -186,8 +191,7 @@ def test_a_relative_cast_spelled_as_a_name_becomes_one_that_can_hold_any_dtype(s
     else:
         node = builder.graph.call_function(torch.Tensor.float, (x,))
     gm = builder.finish(node)
-    assignment = coloured(gm, {node.name: Colouring(BF16, "user_cast", TEST, set_dtype=BF16)})
-    assignment.returned.clear()
+    assignment = replace(coloured(gm, {node.name: choice(SetDtype(BF16))}), returned={})
     InsertCasts()(unit_of(gm.graph, assignment))
     gm.recompile()
     assert gm(torch.ones(2, 2, dtype=BF16))[0].dtype is BF16
@@ -199,9 +203,8 @@ def test_a_number_is_replaced_where_it_stands() -> None:
     x, mask = builder.input("x", (2, 2), BF16), builder.input("mask", (2, 2), torch.bool)
     fill = builder.graph.call_function(aten.masked_fill.Scalar, (x, mask, lowest), {})
     gm = builder.finish(fill)
-    literals = ((lowest, torch.finfo(BF16).min),)
-    assignment = coloured(gm, {fill.name: Colouring(BF16, "follow", Code.LITERAL("test"), literals=literals)})
-    assignment.returned.clear()
+    number = Replace(lowest, torch.finfo(BF16).min)
+    assignment = replace(coloured(gm, {fill.name: choice(number)}), returned={})
     InsertCasts()(unit_of(gm.graph, assignment))
     assert fill.args == (x, mask, torch.finfo(BF16).min)
 
@@ -225,7 +228,8 @@ def test_an_output_keeps_the_dtype_of_the_model_and_one_value_is_cast_once() -> 
     )
     gm = parse("x: bf16[2]\nrelu: bf16[2] = relu(x)\nreturn relu, relu")
     assignment = as_it_stands(gm)
-    assignment.returned[next(n for n in gm.graph.nodes if n.name == "relu")] = F32
+    relu = next(n for n in gm.graph.nodes if n.name == "relu")
+    assignment = replace(assignment, returned={relu: F32})
     assert casts(InsertCasts()(unit_of(gm.graph, assignment))) == 1
     gm.recompile()
     first, second = gm(torch.ones(2, dtype=BF16))
@@ -237,7 +241,7 @@ def test_outputs_stay_low_when_the_policy_says_so() -> None:
     gm = parse("x: bf16[2]\nrelu: bf16[2] = relu(x)\nreturn relu")
     assignment = as_it_stands(gm)
     relu = next(n for n in gm.graph.nodes if n.name == "relu")
-    assignment.original[relu], assignment.returned[relu] = F32, BF16
+    assignment = replace(assignment, original={**assignment.original, relu: F32}, returned={relu: BF16})
     assert casts(InsertCasts()(unit_of(gm.graph, assignment))) == 0
 
 
@@ -284,7 +288,8 @@ def test_the_members_of_a_container_are_cast_when_the_graph_runs() -> None:
     states = builder.graph.call_function(_pair, (x,))
     gm = builder.finish(states)
     assignment = coloured(gm, {}, {states.name: (BF16, (BF16, torch.int64))})
-    assignment.original[states] = assignment.returned[states] = (F32, (F32, torch.int64))
+    wide = {states: (F32, (F32, torch.int64))}
+    assignment = replace(assignment, original={**assignment.original, **wide}, returned=wide)
     assert casts(InsertCasts()(unit_of(gm.graph, assignment))) == 1
     gm.recompile()
     first, (second, count) = gm(torch.ones(2, dtype=BF16))[0]
@@ -350,7 +355,7 @@ def test_what_a_rewritten_argument_drops_is_not_cast() -> None:
         return same
         """
     )
-    given = Colouring(BF16, "cast", Code.CAST("it follows y"), {("other", 0): BF16}, set_dtype=BF16)
+    given = choice(Cast(("other", 0), BF16), SetDtype(BF16))
     assignment = coloured(gm, {"same": given}, {"same": BF16})
     assert InsertCasts()(unit_of(gm.graph, assignment))["operand"] == 0
     assert [n.name for n in gm.graph.nodes if n.op == "call_function"][:1] == ["same"]

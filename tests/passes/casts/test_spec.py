@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -13,10 +14,11 @@ from torch.fx import GraphModule, Node
 
 from passes.casts.verify import LAWS, broken, verify
 from passes.contract.errors import VerificationError
-from passes.contract.reasons import Code
-from passes.form import Assignment, Colouring
+from passes.contract.reasons import Code, Reason
+from passes.form import Assignment, Choice
 from passes.graph.aliases import mutated_operands
 from passes.graph.notes import CAST_OPERAND, is_inserted, note
+from passes.ops.rules import LOW
 from passes.runtime.casts import CAST
 from tests.support.exported import traced_of
 from tests.support.graphs import Builder, as_it_stands, parse
@@ -226,9 +228,9 @@ def judged(text: str, legal: bool) -> tuple[GraphModule, Assignment]:
     assignment = as_it_stands(gm)
     for node in gm.graph.nodes:
         if node.name == "linear":
-            assignment.colours[node] = Colouring(BF16, "low", Code.LOW("matrix product"))
-            if not legal:
-                assignment.dtypes[node.args[0]] = torch.float32
+            choice = Choice(BF16, Reason(Code.LOW, "matrix product", LOW))
+            dtypes = {} if legal else {node.args[0]: torch.float32}
+            assignment = replace(assignment, colours={node: choice}, dtypes={**assignment.dtypes, **dtypes})
     return gm, assignment
 
 
@@ -292,7 +294,7 @@ torch.fx.wrap("touch")
 def test_a_compiler_that_forgets_that_unknown_functions_may_write_is_found_out() -> None:
     traced_of(Two(touched), example(), "O1,dtype=bf16")
     with (
-        mock.patch("passes.assign.colour.simulate.may_write", mutated_operands),
+        mock.patch("passes.assign.colour.strategies.may_write", mutated_operands),
         pytest.raises(VerificationError, match="law: written copy"),
     ):
         traced_of(Two(touched), example(), "O1,dtype=bf16")

@@ -14,7 +14,7 @@ from passes.assign.assign_precision import AssignPrecision
 from passes.casts.insert_casts import InsertCasts
 from passes.casts.verify import verify
 from passes.contract.errors import VerificationError
-from passes.contract.policy import Policy
+from passes.contract.policy import Policy, Target
 from passes.form import Assignment, Unit
 from passes.graph.notes import is_inserted
 from passes.graph.values import Inference
@@ -33,9 +33,11 @@ TEXT = """
 
 def rewritten(gm: GraphModule) -> Assignment:
     """Colour a graph and insert its casts."""
-    assignment = AssignPrecision(Policy("O1", dtype=BF16, device="cpu"))(Unit(gm.graph, gm.get_parameter))
-    InsertCasts()(unit_of(gm.graph, assignment))
-    return assignment
+    policy = Policy("O1", dtype=BF16, device="cpu")
+    assignment = AssignPrecision(policy)(Unit(gm.graph, gm.get_parameter, Target.of(policy)))
+    unit = unit_of(gm.graph, assignment)
+    InsertCasts()(unit)
+    return unit.after().decided
 
 
 def located() -> tuple[GraphModule, Assignment]:

@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from passes import ByteCosts, Frequencies, MeasuredCosts, Penalties, compile_graph
 from passes.assign.place.costs import PARTS, ROUND_TRIPS, round_trips
-from passes.contract.costs import Call, Choice, CostModel, Filler, Net, Prices, Read, Run
+from passes.contract.costs import Call, Candidate, CostModel, Filler, Net, Prices, Read, Run
 from passes.contract.devices import DEVICES
 from passes.contract.errors import PolicyError
 from passes.contract.plan import Plan
@@ -39,11 +39,11 @@ def nodes(text: str = TEXT) -> dict[str, Node]:
     return {n.name: n for n in graph.nodes}
 
 
-def choice(node: Node, *, returned: bool = False) -> Choice:
+def choice(node: Node, *, returned: bool = False) -> Candidate:
     """Return an op in low and in FP32, its operands alike."""
     places = [(a.name, 0) for a in node.target._schema.arguments]  # type: ignore[union-attr]
     low, fp32 = (Run(node, dtype, dict.fromkeys(places, dtype)) for dtype in (LOW, torch.float32))
-    return Choice(low, fp32, requires_grad(node.graph), True, returned)
+    return Candidate(low, fp32, requires_grad(node.graph), True, returned)
 
 
 def net(node: Node) -> Net:
@@ -258,7 +258,7 @@ class Answers:
 
     objective = "does what it is told"
 
-    def __init__(self, prices: Callable[[Sequence[Choice], Sequence[Net]], Prices]) -> None:
+    def __init__(self, prices: Callable[[Sequence[Candidate], Sequence[Net]], Prices]) -> None:
         self.price = prices
 
 
