@@ -103,6 +103,7 @@ class Net:
         casts: how many casts there are of the value, and of its gradient, if a reader needs the other dtype.
         low: the low dtype.
         grad: gradients flow through the value.
+        runs: how often the value is cast, and its gradient, in the time that prices are for.
     """
 
     value: Node
@@ -110,22 +111,15 @@ class Net:
     casts: tuple[int, int]
     low: torch.dtype
     grad: bool
+    runs: tuple[int, int] = (1, 1)
 
     def at(self, forward: int, backward: int) -> PricedNet:
         """Return the net at the price of one cast of the value, and of one of its gradient."""
+        forward, backward = forward * self.runs[0], backward * self.runs[1]
         total = forward * self.casts[0] + backward * self.casts[1]
         lefts = [read.left for read in self.reads.values()]
         alone = tuple(None if n is None else forward * n[0] + backward * n[1] for n in lefts)
         return PricedNet(self.value, tuple(self.reads), total, total, alone)
-
-    def often(self, forward: int, backward: int) -> Net:
-        """Return the net with so many times the casts of the value, and of its gradient."""
-
-        def count(casts: tuple[int, int]) -> tuple[int, int]:
-            return casts[0] * forward, casts[1] * backward
-
-        reads = {n: Read(r.times, None if r.left is None else count(r.left)) for n, r in self.reads.items()}
-        return replace(self, reads=reads, casts=count(self.casts))
 
 
 @dataclass(frozen=True)

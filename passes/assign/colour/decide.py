@@ -1,8 +1,7 @@
-"""What decides on a node, in this order: the user's code, the policy, an autocast region, the level, and last the rule.
+"""What decides on a node: the user's code, the policy, an autocast region, and last the rule of its op.
 
-Casts, in-place writes and reads of bits in the user's code come first, then the overrides of the policy. In the
-simulation of `torch.autocast` only casts and in-place writes come before the rule, since autocast has neither policy
-nor level.
+Casts, in-place writes and reads of bits in the user's code come first. Which of the others are asked, and in which
+order, is a matter of the strategy (`strategies.py`).
 """
 
 from __future__ import annotations

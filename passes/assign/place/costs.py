@@ -164,7 +164,10 @@ class Frequencies:
 
     def price(self, nodes: Sequence[Candidate], nets: Sequence[Net]) -> Prices:
         """Return the other prices, multiplied; the gradient of a parameter is cast in every run."""
-        often = [net.often(self.parameters if is_parameter(net.value) else self.runs, self.runs) for net in nets]
+        times = [self.parameters if is_parameter(net.value) else self.runs for net in nets]
+        often = [
+            replace(net, runs=(n * net.runs[0], self.runs * net.runs[1])) for n, net in zip(times, nets, strict=True)
+        ]
         prices = priced(self.costs, nodes, often)
         return replace(prices, nodes=[(low * self.runs, fp32 * self.runs) for low, fp32 in prices.nodes])
 
