@@ -53,6 +53,7 @@ BatchNorm = torch.nn.modules.batchnorm._BatchNorm
 flat_by = torch.fx._pytree.tree_flatten_spec  # `Graph.process_inputs` takes no keyword arguments
 copy_together = torch._foreach_copy_  # copies many tensors, on an accelerator by one launch; the dtypes may differ
 current_autograd_node = torch._C._current_autograd_node  # that is running in this thread; None outside of backward
+current_backward = torch._C._current_graph_task_id  # the number of the backward that is running, -1 outside of all
 sequence_number = torch._C._autograd._get_sequence_nr  # that autograd will give to the next op that this thread records
 is_transformed = torch._C._functorch.is_functorch_wrapped_tensor  # whether a transform of `torch.func` wraps a tensor
 in_transform = torch._C._are_functorch_transforms_active  # whether a transform of `torch.func`, as vmap, is running
@@ -68,11 +69,10 @@ VF = torch._VF  # the kernels of recurrent layers
 safe_softmax = torch.ops.aten._safe_softmax.default  # 0, as in attention, for a row of -inf; `torch.softmax` gives NaN
 MODULE_CALLS = (torch.nn.Module._call_impl.__code__, torch.nn.Module._wrapped_call_impl.__code__)
 
-# A function compiled with these has a cache and a recompile limit of its own, also below a graph break, where Dynamo
-# compiles the code of submodules, which all instances of a class share. (torch 2.13; before, a limit is set by a call.)
+# A function compiled with these has a cache of its own, also below a graph break, where Dynamo compiles the code of
+# submodules, which all instances of a class share. (torch 2.13)
 _COMPILE = inspect.signature(torch.compile).parameters
 OWN_CACHE: dict[str, Any] = {"isolate_recompiles": True} if "isolate_recompiles" in _COMPILE else {}
-LIMIT_IS_ARGUMENT = "recompile_limit" in _COMPILE
 
 _GLOBAL_HOOKS = (
     "_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks",
@@ -162,21 +162,6 @@ def dynamo_settings(change: dict[str, Any]) -> contextlib.AbstractContextManager
 def is_replica_running() -> bool:
     """Say whether a DistributedDataParallel is being called; torch then splits graphs for it."""
     return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None
-
-
-def compile_under_transform(function: Callable[..., Any], backend: Any, dynamic: bool | None) -> Callable[..., Any]:
-    """Compile a function that is called under `torch.vmap`.
-
-    Dynamo traces there for the backend "eager" alone, which it looks for in the attribute `compiler_fn` of a backend.
-    """
-    backend.compiler_fn = torch._dynamo.lookup_backend("eager")
-    return torch._dynamo.optimize(backend, nopython=True, dynamic=dynamic)(function)
-
-
-def only_vmap() -> bool:
-    """Say whether all transforms of torch.func that are running are `vmap`; Dynamo cannot trace under the others."""
-    functorch = torch._C._functorch
-    return all(level.key() == functorch.TransformType.Vmap for level in functorch.get_interpreter_stack() or ())
 
 
 def dispatch_modes() -> list[Any]:

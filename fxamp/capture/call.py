@@ -20,10 +20,13 @@ class Call:
         code: the code object in whose frame the model is called; further out lies what does not belong to this call.
         does: "run"; "capture", where graphs are captured and none of them runs; or "compare", where captured graphs run
             unconverted.
-        ran: the numbers of the graphs that ran, in order; -1 for one without an op.
+        ran: the numbers of the graphs with ops that ran, in order.
+        whole: the graph that ran has all of the call.
+        idle: of each graph without ops that ran, where and why Dynamo ended it early; "" where it did not.
+        again: why frames were captured again, in Dynamo's words.
+        refused: the code of the model that Python ran and that can compute, each with its place and the cause.
         read: the low values with gradients, by identity, that something else was computed from behind them.
         modes: dispatch modes that are off while Dynamo captures, and on while graphs run.
-        regions: how many autocast regions are round the model's code; what is deeper in lies in one of the model's own.
     """
 
     model: nn.Module
@@ -32,18 +35,15 @@ class Call:
     code: CodeType
     does: str = "run"
     ran: list[int] = field(default_factory=list)
+    whole: bool = False
+    idle: list[str] = field(default_factory=list)
+    again: dict[str, None] = field(default_factory=dict)
+    refused: list[str] = field(default_factory=list)
     read: dict[int, torch.Tensor] = field(default_factory=dict)
     modes: list[Any] = field(default_factory=list)
-    regions: int = 0
 
 
 _CALLS = threading.local()
-
-
-def regions_entered() -> int:
-    """Return how many autocast regions this thread is in, for whatever device."""
-    torch.autocast_increment_nesting()
-    return torch.autocast_decrement_nesting()
 
 
 def current() -> Call | None:

@@ -136,7 +136,7 @@ class CompiledStep:
         """Let the views be traced into the graph, except those whose `forward` somebody has replaced."""
         for runner in self._runners:
             runner.settle((inputs,))
-        self._inlined = [r for r in self._runners if r.override is None and r.traces_autocast]
+        self._inlined = [r for r in self._runners if r.override is None]
         with contextlib.ExitStack() as stack:
             for runner in self._inlined:
                 stack.callback(setattr, runner, "override", None)

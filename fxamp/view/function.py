@@ -1,9 +1,11 @@
 """One function that Dynamo compiles for a view: fresh code with a cache of its own, and the backend that converts.
 
-def forward(model, *args, **kwargs):            # fresh code: the cache and the recompile limit are the view's own
-    with torch.autocast(device, dtype=low):     # inside the trace, so that it costs nothing at run time
-        outputs = model(*args, **kwargs)        # the model is an argument, so that a twin runs by the same graphs
-    return the outputs, marked as leaving the model
+def forward(model, *args, **kwargs):        # fresh code: the cache is the view's own
+    outputs = model(*args, **kwargs)        # the model is an argument, so that a twin runs by the same graphs
+    return the outputs, marked as leaving the model, where one graph has all of it
+
+It is called under the view's autocast, and a graph runs with autocast off. What Dynamo captures under another state of
+autocast lies in a region of the author's own.
 """
 
 from __future__ import annotations
@@ -25,15 +27,13 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from passes._torch import (
-    LIMIT_IS_ARGUMENT,
-    OWN_CACHE,
     answer_whether_exporting,
     code_being_captured,
-    compile_under_transform,
     enter_autocast,
     exit_autocast,
     forget_compiled,
     global_module_hooks,
+    is_replica_running,
     pop_mode,
     push_mode,
     pytree,
@@ -43,9 +43,10 @@ from passes.graph.outputs import viewed
 from passes.graph.values import LOW_DTYPES
 
 from ..capture.backend import inner_of, recompute_as_written, rewrite, run_by
-from ..capture.call import Call, current, regions_entered
+from ..capture.call import Call, current
 from ..capture.compiled import Converted, break_of, copied, elsewhere
 from ..capture.emitted import Kept, at_call
+from ..capture.frames import Frames
 from ..capture.outputs import is_whole, leaving
 from .copies import Lifted, lift, with_copies
 from .replay import Replaying
@@ -54,8 +55,7 @@ from .state import State, state_of
 if TYPE_CHECKING:
     from .runner import Runner
 
-_MARKS = (enter_autocast, exit_autocast, leaving)  # of regions and of outputs; a graph of these alone is no plan
-LIMIT = 32  # an ordinary life has 6 to 8 graphs: train and eval, no_grad and inference, a last batch, a frozen layer
+_SWITCHES = (enter_autocast, exit_autocast, leaving)  # of regions, and marks; a graph of these alone is no plan
 _OURS = re.compile(rf' *File "{re.escape(__file__)}".*\n.*\n?')  # the frame of the function that is compiled
 
 
@@ -89,42 +89,44 @@ class Entry:
 
 
 class Function:
-    """One compiled function of a view: its cache, its limit, and which graphs its calls ran.
+    """One compiled function of a view: its cache, and what became of the frames that its calls reached.
 
     Attributes:
-        kind: "plain"; "window", where casts of parameters are inputs; or "transform", under `torch.vmap`.
+        kind: "plain"; or "window", where casts of parameters are inputs.
         method: the name of the method that is captured, "" for a call.
-        expected: how many graphs a call ran, by the first one that it ran.
+        frames: what Dynamo makes of each frame.
         stale: says, if not None, that what was captured holds no longer.
         called: a call has ended since the function was made, or cleared.
-        regions: the kinds of device of the autocast regions in the model's own code.
     """
 
     def __init__(self, runner: Runner, kind: str, method: str) -> None:
         self.runner, self.kind, self.method = weakref.ref(runner), kind, method
-        self.expected: dict[int, int] = {}
         self.stale: Callable[[], bool] | None = None
         self.called = False
-        self.regions: set[Any] = set()
         self._author = _code_of(runner.model, method)
         function = function_of(runner, method)
-        self.codes = {function.__code__}  # and what Dynamo compiles below a graph break
-        ours = weakref.ref(self)
+        self._code = function.__code__
+        self.codes = {self._code}  # and what Dynamo compiles below a graph break
+        ours, runner_of = weakref.ref(self), weakref.ref(runner)
 
         def fxamp(gm: GraphModule, inputs: list[Any], **_: Any) -> Callable[..., Any]:  # by this name torch logs it
             found: Any = ours()
             run: Callable[..., Any] = found._compiled(gm, inputs)
             return run
 
+        def model_of() -> nn.Module:
+            found: Any = runner_of()
+            model: nn.Module = found.model
+            return model
+
+        def settings() -> dict[str, Any]:
+            found: Any = runner_of()
+            split = {"optimize_ddp": False} if found.backend == "eager" and is_replica_running() else {}
+            return {**found.dynamo_settings, **split}  # gradients of single ops leave early without a split
+
         answer_whether_exporting()
-        self.call: Callable[..., Any]
-        if kind == "transform":
-            self.call = compile_under_transform(function, fxamp, runner.dynamic)
-        else:
-            limit: Any = {"recompile_limit": LIMIT} if LIMIT_IS_ARGUMENT else {}
-            self.call = torch.compile(
-                function, backend=fxamp, dynamic=runner.dynamic, fullgraph=runner.fullgraph, **OWN_CACHE, **limit
-            )
+        self.frames = Frames(function, fxamp, model_of, settings, dynamic=runner.dynamic, fullgraph=runner.fullgraph)
+        self.call = self.frames.call
         weakref.finalize(self, forget_compiled, function.__code__)  # torch would keep the graphs of code that is gone
 
     def refresh(self, model: nn.Module) -> None:
@@ -138,31 +140,26 @@ class Function:
         """Forget what was compiled, and that Dynamo gave the code up; the plan stays readable."""
         for code in self.codes:
             forget_compiled(code)
-        self.expected.clear()
+        self.frames.forget()
         self.stale, self.called = None, False
 
     def _compiled(self, gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """Convert a graph that Dynamo captures, keep it on the view, and return what its inner compiler makes of it."""
+        if not any(n.op.startswith("call") and n.target not in _SWITCHES for n in gm.graph.nodes):
+            return _idle(gm.forward, break_of(gm))
         runner: Any = self.runner()
         call = current()
-        self.codes.add(code_being_captured())
+        self.codes.add(code := code_being_captured())
         model = runner.model if call is None else call.model
         state = state_of(model, self.method)
         names = names_in(model)
         named = {i: names[id(v)] for i, v in enumerate(example_inputs) if id(v) in names}
-        sources = [source_name(n) for n in gm.graph.nodes if n.op == "placeholder"]
-        constants = {
-            i: v.detach().clone() for i, v in enumerate(example_inputs)
-            if isinstance(v, Tensor) and not v.dim() and i not in named and sources[i].startswith("L['model']")
-        }  # fmt: skip
-        real = any(n.op.startswith("call") and n.target not in _MARKS for n in gm.graph.nodes)
-        for node in gm.graph.nodes:
-            if trace := node.meta.get("stack_trace"):
-                node.meta["stack_trace"] = _OURS.sub("", trace)
-        in_region = call is not None and self._enter_region(gm, runner, regions_entered() - call.regions)
-        inner = "eager" if self.kind == "transform" else runner.backend
+        constants = _constants(gm, example_inputs, named)
+        _hide_ours(gm)
+        if in_region := call is not None and not runner.in_region():
+            _enter_region(gm, runner.device)
         captured = copied(gm)
-        for each in (captured, gm) if inner == "eager" else (captured,):
+        for each in (captured, gm) if runner.backend == "eager" else (captured,):
             recompute_as_written(each)
         plan = runner.replayed
         replaying = None if plan is None else Replaying(plan, runner.entries, state, break_of(gm))
@@ -172,18 +169,10 @@ class Function:
         )  # fmt: skip
         if replaying is not None:
             runner.note(*replaying.notes(converted.plan))
-        inner = inner_of(gm.graph, inner)
-        whole, inputs, lifted = gm, list(example_inputs), list[Lifted]()
-        if self.kind == "window":
-            whole, inputs, lifted = lift(gm, inputs, sums_inside=inner != "eager")
-        started = time.perf_counter()
-        run = run_by(inner, runner.mode, runner.options, whole, inputs, converted)
-        seconds = time.perf_counter() - started
-        if lifted:
-            run = with_copies(run, lifted, runner.opened)
+        run, inner, seconds = self._inner_compiled(gm, example_inputs, converted)
         kept = None if inner == "eager" else Kept(inner)
-        number = len(runner.entries) if real else -1
-        if real and model is not runner.model:  # a twin's, of code that Dynamo captured once more
+        number = len(runner.entries)
+        if model is not runner.model:  # a twin's, of code that Dynamo captured once more
             same = (e for e in runner.entries if e.state == state and e.converted.computed == converted.computed)
             number = next((e.number for e in same), number)
         if number == len(runner.entries):
@@ -191,26 +180,71 @@ class Function:
         if hooks := _global_hooks():
             self.stale = lambda: _global_hooks() != hooks
         crossing = _Crossing(_read_inputs(converted.graph.graph, example_inputs), converted.read)
-        run = _numbered(run, captured, number, kept, self.runner, crossing)
+        whole = code is self._code and not converted.broke
+        run = _numbered(run, captured, number, kept, self.runner, crossing, whole)
         return at_call(run, converted, example_inputs, outputs, partial(_reused, self.runner, number))
 
-    def _enter_region(self, gm: GraphModule, runner: Runner, deeper: int) -> bool:
-        """Put a graph into the autocast region of the model's own that it was captured in, if there is one.
+    def _inner_compiled(
+        self, gm: GraphModule, inputs: Sequence[Any], converted: Converted
+    ) -> tuple[Callable[..., Any], Any, float]:
+        """Return what runs an emitted graph, what has compiled it, and how long that took.
 
-        Its frame was called so many regions `deeper` than the model's code. A region for another kind of device counts
-        too, and changes nothing: the graphs captured before have the kinds.
+        What the inner compiler refuses runs node by node, as emitted.
         """
-        found = deeper > 0 and (not runner.in_region() or runner.device in self.regions)
-        entered = gm.graph.find_nodes(op="call_function", target=enter_autocast) if deeper >= 0 else ()
-        self.regions.update(node.args[0] for node in entered)
-        if found:
-            device, first = runner.device, next(n for n in gm.graph.nodes if n.op != "placeholder")
-            state = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device), None
-            with gm.graph.inserting_before(first):
-                enter = gm.graph.call_function(enter_autocast, state)
-            with gm.graph.inserting_before(gm.graph.output_node()):
-                gm.graph.call_function(exit_autocast, (enter,))
-        return found
+        runner: Any = self.runner()
+        inner = inner_of(gm.graph, runner.backend)
+        whole, inputs, lifted = gm, list(inputs), list[Lifted]()
+        if self.kind == "window":
+            whole, inputs, lifted = lift(gm, inputs, sums_inside=inner != "eager")
+        started = time.perf_counter()
+        try:
+            run = run_by(inner, runner.mode, runner.options, whole, inputs, converted)
+        except Exception as e:  # whatever a compiler raises
+            if inner == "eager":
+                raise
+            runner.say_refused(inner, e)
+            inner, run = "eager", run_by("eager", None, {}, whole, inputs, converted)
+        seconds = time.perf_counter() - started
+        if lifted:
+            run = with_copies(run, lifted, runner.opened)
+        return run, inner, seconds
+
+
+def _constants(gm: GraphModule, inputs: Sequence[Any], named: Mapping[int, str]) -> dict[int, Tensor]:
+    """Return the numbers of the model among the inputs of a graph, by place."""
+    sources = [source_name(n) for n in gm.graph.nodes if n.op == "placeholder"]
+    return {
+        i: v.detach().clone() for i, v in enumerate(inputs)
+        if isinstance(v, Tensor) and not v.dim() and i not in named and sources[i].startswith("L['model']")
+    }  # fmt: skip
+
+
+def _hide_ours(gm: GraphModule) -> None:
+    """Leave the frame of the compiled function out of where nodes were made."""
+    for node in gm.graph.nodes:
+        if trace := node.meta.get("stack_trace"):
+            node.meta["stack_trace"] = _OURS.sub("", trace)
+
+
+def _idle(run: Callable[..., Any], broke: str) -> Callable[..., Any]:
+    """Return a graph without ops that says to the call under way that it ran."""
+
+    def call(*args: Any) -> Any:
+        if (under_way := current()) is not None:
+            under_way.idle.append(broke)
+        return run(*args)
+
+    return call
+
+
+def _enter_region(gm: GraphModule, device: str) -> None:
+    """Put a graph into the autocast region of the author's own that it was captured in."""
+    first = next(n for n in gm.graph.nodes if n.op != "placeholder")
+    state = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device), None
+    with gm.graph.inserting_before(first):
+        enter = gm.graph.call_function(enter_autocast, state)
+    with gm.graph.inserting_before(gm.graph.output_node()):
+        gm.graph.call_function(exit_autocast, (enter,))
 
 
 def _code_of(model: nn.Module, method: str) -> object:
@@ -222,11 +256,12 @@ def function_of(
 ) -> Callable[..., Any]:
     """Return the function to compile, with code of its own: `forward(model, *args, **kwargs)`.
 
-    `leave` marks its outputs, and `region` holds further arguments of its autocast region.
+    `leave` marks its outputs while it is traced. With a `region`, further arguments of one, the model is called in an
+    autocast region inside the trace.
     """
     device, low = runner.device, runner.low
     author: Any = getattr(type(runner.model), method) if method else None
-    # Under torch.vmap a trace has FP32 where autocast makes low values; O2 casts what half complex numbers are made of.
+    # On the meta device a trace has FP32 where autocast makes low values; O2 casts what half complex numbers are of.
     dtypes = (low, torch.float32, torch.complex64, torch.complex32)
     mark = torch.compiler.allow_in_graph(leave) if runner.restores else None
     autocast, tree_map, tree_leaves, whole = torch.autocast, pytree.tree_map, pytree.tree_leaves, is_whole
@@ -247,11 +282,12 @@ def function_of(
             outputs = model(*args, **kwargs) if author is None else author(model, *args, **kwargs)
         return outputs if mark is None else tree_map(marked, outputs, is_leaf=whole)
 
-    def plain(model: Any, /, *args: Any, **kwargs: Any) -> Any:  # under no autocast: a region would be a pin
+    def plain(model: Any, /, *args: Any, **kwargs: Any) -> Any:
         outputs = model(*args, **kwargs) if author is None else author(model, *args, **kwargs)
-        return outputs if mark is None else tree_map(marked, outputs, is_leaf=whole)
+        traced = mark is not None and torch.compiler.is_compiling()  # behind a break Python runs this
+        return tree_map(marked, outputs, is_leaf=whole) if traced else outputs
 
-    forward: Any = rounded if runner.policy.level.rounds and runner.traces_autocast else plain
+    forward: Any = rounded if region and runner.policy.level.rounds else plain
     code = forward.__code__.replace(co_name=f"{method or 'forward'}_of_{type(runner.model).__name__}")
     return types.FunctionType(code, _globals_for(runner.model), closure=forward.__closure__)
 
@@ -291,7 +327,7 @@ def _reused(runner_of: weakref.ref[Runner], number: int, converted: Converted, i
     """Keep a graph of a view for other parameters of its model too."""
     runner: Any = runner_of()
     names = names_in(runner.model)
-    if number < 0 or id(inputs[converted.places[0]]) not in names:  # as `functional_call` swaps them
+    if id(inputs[converted.places[0]]) not in names:  # as `functional_call` swaps them
         return
     named = {i: names[id(v)] for i, v in enumerate(inputs) if id(v) in names}
     entry = replace(runner.entries[number], converted=elsewhere(converted, inputs, names), names=named)
@@ -335,22 +371,26 @@ def _is_read(value: Node) -> bool:
 
 def _numbered(
     run: Callable[..., Any], captured: GraphModule, number: int, kept: Kept | None, runner_of: weakref.ref[Runner],
-    crossing: _Crossing,
+    crossing: _Crossing, whole: bool,
 ) -> Callable[..., Any]:  # fmt: skip
-    """Return a compiled graph that says to the call under way that it ran, and does what that call is for."""
+    """Return a compiled graph that says to the call under way that it ran, and does what that call is for.
+
+    If it is the `whole` of the call, it hands out what the model returns.
+    """
     crosses = any(crossing)
 
     def call(*args: Any) -> Any:
         under_way = current()
         if under_way is None:
             return run(*args)
-        if under_way.does == "capture" and number >= 0:
+        if under_way.does == "capture":
             raise Captured
         if under_way.does == "compare":
             runner: Any = runner_of()
             with runner.region(cache=False):
                 return captured(*args)
         under_way.ran.append(number)
+        under_way.whole = whole
         if under_way.modes:
             with _modes_of(under_way):
                 outputs = run(*args)

@@ -28,7 +28,6 @@ from passes.contract.reasons import Code
 from passes.graph.notes import is_inserted
 from passes.runtime.tracing import RuntimeTracer
 
-from ..capture import recompile_limit
 from ..capture.compiled import coverage, runner_of, together
 from ..capture.emitted import Emitted, is_writable, with_record
 from ..capture.outputs import leaving
@@ -129,11 +128,20 @@ def plan_of(runner: Runner, costs: CostModel | None = None) -> Plan:
     first = [placed for part in parts for placed in next(iter(part.graphs.values()))]
     covered = coverage(runner.model, [placed.entry.converted for placed in first])
     views = [each for _, each in views_in(runner)]
-    limits = recompile_limit.reached(runner.model)
-    notes = (*plan.notes, *(n for v in views for n in v.notes), *_read_across(runner.policy, first), *covered, *limits)
+    refused = tuple(dict.fromkeys(text for each in views for text in each.refused))
+    notes = (
+        *plan.notes,
+        *(f"left to Python: {text}" for text in refused),
+        *(n for v in views for n in v.notes),
+        *_read_across(runner.policy, first),
+        *covered,
+    )
     certified = {} if runner.replayed is None else runner.replayed.certificate
     return replace(
-        plan, notes=tuple(dict.fromkeys(notes)), complete=all(each.complete for each in views), certificate=certified
+        plan,
+        notes=tuple(dict.fromkeys(notes)),
+        certificate=certified,
+        complete=not refused and all(each.complete and not each.as_written for each in views),
     )
 
 

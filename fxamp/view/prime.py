@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from passes._torch import OWN_CACHE, dynamo_errors, forget_compiled, pytree
+from passes._torch import OWN_CACHE, current_backward, dynamo_errors, forget_compiled, pytree
 from passes.contract.errors import CaptureError, FxampError, NotFaithfulError, PlanError, in_short
 from passes.contract.plan import Plan
 from passes.contract.plan_format import REMEDY
@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 _GOT = re.compile(r": got (.*)")  # what an op raised, in the text of Dynamo's error
 GRADIENT_TOLERANCE = 1e-6
+ROUNDING = 1e-3  # the relative norm, without autocast, up to which a capture that differs is used
 
 
 class _NoTwinError(Exception):
@@ -188,12 +189,18 @@ def _check(runner: Runner, run: Callable[..., _Run], check: bool | str) -> None:
     got, plain = run("graphs", graded), run("torch.compile", graded)
     name = type(runner.model).__name__
     note = f"capture: torch.compile of {name} alone does not compute what {name} computes: {difference}"
-    if _difference(got, plain):
-        if not _difference(expected, run("model", graded)):
-            raise NotFaithfulError(
-                f"what was captured of {name} does not compute what {name} computes: {difference}. torch.compile of it "
-                "does, so this is a defect of fxamp; please report it. check=False converts it nevertheless."
-            )
+    if not _difference(got, plain):
+        with_gradients = check is True and torch.is_grad_enabled()
+        distance = _distance(*(run(what, with_gradients, exact=True) for what in ("model", "torch.compile")))
+        if distance > ROUNDING:
+            note = f"{note}, and by {distance:.3g} of a norm without autocast; so {name} runs as its author wrote it"
+            runner.run_as_written(note)
+    elif not _difference(expected, run("model", graded)):
+        raise NotFaithfulError(
+            f"what was captured of {name} does not compute what {name} computes: {difference}. torch.compile of it "
+            "does, so this is a defect of fxamp; please report it. check=False converts it nevertheless."
+        )
+    else:
         note = (
             f"not checked: {name} itself does not compute the same twice: it has state outside of the model, which the "
             "check has advanced, or a kernel that varies; check=False leaves such state alone"
@@ -203,10 +210,12 @@ def _check(runner: Runner, run: Callable[..., _Run], check: bool | str) -> None:
 
 
 def _run(
-    runner: Runner, inputs: Inputs, written: frozenset[str], what: str, graded: bool, against: _Run | None = None
-) -> _Run:
+    runner: Runner, inputs: Inputs, written: frozenset[str], what: str, graded: bool, against: _Run | None = None,
+    exact: bool = False,
+) -> _Run:  # fmt: skip
     """Run the model's own code, the captured graphs, emitted ones or torch.compile's, on a twin and on copied inputs.
 
+    The model itself and torch.compile run without autocast if `exact`.
     The twin has parameters of its own where they are `written`. Gradients are compared with those of `against` as they
     come, one parameter at a time, and not kept.
     """
@@ -218,7 +227,7 @@ def _run(
             if what in ("graphs", "run"):
                 outputs = runner(given, named, model=twin, does="compare" if what == "graphs" else what)
             else:
-                outputs = _called(runner, twin, given, named, compiled=what != "model")
+                outputs = _called(runner, twin, given, named, compiled=what != "model", exact=exact)
             gradients = _gradients(outputs, twin, None if against is None else against.gradients) if graded else None
     except torch.OutOfMemoryError as e:
         raise _NoTwinError("there is not enough memory to run it beside itself") from e
@@ -244,7 +253,7 @@ def _read(leaves: Sequence[Any]) -> frozenset[tuple[int, int]]:
     return frozenset(pairs)
 
 
-def _called(runner: Runner, twin: nn.Module, args: Any, kwargs: Any, compiled: bool) -> Any:
+def _called(runner: Runner, twin: nn.Module, args: Any, kwargs: Any, compiled: bool, exact: bool) -> Any:
     def forward(model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)
 
@@ -256,7 +265,7 @@ def _called(runner: Runner, twin: nn.Module, args: Any, kwargs: Any, compiled: b
     run = torch.compile(forward, backend=eager, **OWN_CACHE) if compiled else forward
     # Without autocast's cache, whose entries know no dtype: a region of another dtype inside the model would read them.
     try:
-        with runner.region(cache=False):
+        with torch.autocast(runner.device, enabled=False) if exact else runner.region(cache=False):
             return run(twin, *args, **kwargs)
     finally:
         forget_compiled(forward.__code__)
@@ -292,13 +301,18 @@ def _gradients(outputs: Any, twin: nn.Module, against: Gradients | None = None) 
     alike: dict[str, bool] = {}
     floor = _floor(against)
 
+    outermost: list[int] = []  # a Function of the author's may run a backward of its own inside this one
+
     def compare(name: str, expected: Tensor | None, gradient: Tensor) -> Tensor | None:
+        if current_backward() not in outermost:
+            return None
         alike[name] = expected is not None and _are_alike(expected, dense(gradient), floor)
         if not alike[name] or gradient.is_sparse:
             return None
         return gradient.new_zeros(()).expand(gradient.shape)  # lets go of its memory
 
     handles = [p.register_hook(partial(compare, name, against[name])) for name, p in sources.items() if against]
+    handles += [leaf.register_hook(lambda _: outermost.append(current_backward())) for leaf in leaves]
     try:
         found = torch.autograd.grad(leaves, list(sources.values()), weights, allow_unused=True)
     except RuntimeError:
@@ -331,6 +345,17 @@ def _difference(expected: _Run, got: _Run) -> str:
         if (gradient is None) != (other is None) or (gradient is not None and not _are_alike(gradient, other, floor)):
             return f"the gradient of '{name}' differs"
     return ""
+
+
+def _distance(expected: _Run, got: _Run) -> float:
+    """Return the largest relative norm by which outputs and gradients of two runs differ."""
+    ours, theirs = (run.gradients or {} for run in (expected, got))
+    pairs = [*zip(expected.outputs, got.outputs, strict=False), *((g, theirs.get(name)) for name, g in ours.items())]
+    tensors = [(a, b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor)]
+    if len(expected.outputs) != len(got.outputs) or any(a.shape != b.shape for a, b in tensors):
+        return float("inf")
+    floor = max(_floor(expected.gradients), 1e-30)
+    return max((_norm(a - b) / max(_norm(a), floor) for a, b in tensors if not same(a, b)), default=0.0)
 
 
 def _are_alike(a: Any, b: Any, floor: float) -> bool:

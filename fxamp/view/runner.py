@@ -2,11 +2,12 @@
 
 A call runs the plan wherever it is made, or says that it did not, with the cause:
 
-    dispatch modes, ambient autocast    off while Dynamo looks for the graph; the modes are on again while it runs
+    dispatch modes                      off while Dynamo looks for the graph, and on again while it runs
+    ambient autocast                    is the view's while its model is called, and off while a graph runs
     another torch.compile               breaks its graph here
-    torch.vmap                          a compiled function of its own
-    other transforms of torch.func      Dynamo cannot trace them: autocast's values, and a warning
+    transforms of torch.func            Dynamo cannot trace them: autocast's values, and a warning
     export, symbolic tracing            CaptureError
+    code that Dynamo leaves to Python   is known from Dynamo's own answer, and named
     whatever else keeps Dynamo away     a graph that runs leaves its number; a call without one warns
 """
 
@@ -20,29 +21,24 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from passes._torch import (
-    LIMIT_IS_ARGUMENT,
-    compile_records,
     dispatch_modes,
     dynamo_errors,
     dynamo_is_disabled,
-    dynamo_settings,
     dynamo_stance,
     ignores_compilers,
     in_transform,
-    is_replica_running,
     is_traced_by_fx,
     is_traced_by_jit,
     leave_padding_to_python,
     mark_batch,
-    only_vmap,
     own_parameters,
     pytree,
     unmark_batch,
@@ -54,21 +50,19 @@ from passes.contract.errors import CaptureError, FxampError, PolicyError, in_sho
 from passes.contract.plan import CERTIFICATE, Plan
 from passes.contract.policy import Override, Policy, nearest
 from passes.contract.reasons import Code
-from passes.graph.recurrence import fakes_of_one_step
 from passes.runtime.regions import ModesKeptOnError
 
-from ..capture import recompile_limit
 from ..capture.backend import Inner
-from ..capture.call import Call, begin, current, regions_entered
+from ..capture.call import Call, begin, current
 from ..capture.compiled import runner_of
 from ..capture.inputs import device_of, resolve
 from ..capture.outputs import is_whole, low_of_its_own, restored
 from ..capture.parameters import is_only_read
 from ..trust.watch import watching
 from .copies import Opened
-from .function import LIMIT, Entry, Function
+from .function import Entry, Function
 from .hooks import HookWatch
-from .state import state_of
+from .state import State, state_of
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +74,6 @@ class Runner:
 
     Attributes:
         policy: the policy, settled after the first call.
-        traces_autocast: the model is captured under autocast; it is not if it runs only without.
         device: the kind of device that the model runs on.
         low: the low dtype.
         entries: the graphs, in the order of capture.
@@ -90,7 +83,9 @@ class Runner:
         notes: what capture and its check have to say, for the plan.
         complete: all graphs were captured, those after a graph break too.
         called: a call of the view has come to its end.
+        as_written: the states in which the model runs as its author wrote it, each with the reason.
         costs: what the cut is told that things cost; None for bytes.
+        dynamo_settings: Dynamo's settings while it captures.
     """
 
     def __init__(
@@ -109,26 +104,24 @@ class Runner:
         kept = () if replayed is None else replayed.notes
         self.notes = tuple(note for note in kept if note.startswith((Code.NOT_WORTH_CASTS.value, CERTIFICATE)))
         self.complete, self.called = True, False
+        self.as_written: dict[State, str] = {}
         self.replayed = replayed
         self.costs: CostModel | None = None
         self._functions: dict[tuple[Any, ...], Function] = {}
         self._said: set[str] = set()
-        self._healed: set[tuple[int, str]] = set()
         self._causes: Counter[str] = Counter()
         self._capturing = threading.RLock()
         self._marks = dynamic is None
-        self.traces_autocast = True
         self._hooks = HookWatch(model)
         self._first: tuple[nn.Module, str] = model, ""
-        self._settings: dict[str, Any] = {} if LIMIT_IS_ARGUMENT else {"recompile_limit": LIMIT}
+        self.dynamo_settings: dict[str, Any] = {}
         if on_change == "error":
-            self._settings["error_on_recompile"] = True
-        self._recurs = any(isinstance(module, nn.RNNBase) for module in model.modules())
-        if self._recurs:
-            self._settings["allow_rnn"] = True  # or Dynamo leaves what calls a recurrent layer to Python
+            self.dynamo_settings["error_on_recompile"] = True
+        if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+            self.dynamo_settings["allow_rnn"] = True  # or Dynamo leaves what calls a recurrent layer to Python
             leave_padding_to_python()
         if not fullgraph and _reads_numpy(model):
-            self._settings["use_numpy_random_stream"] = True  # or Dynamo draws NumPy's random numbers from torch
+            self.dynamo_settings["use_numpy_random_stream"] = True  # or Dynamo draws NumPy's random numbers from torch
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -156,6 +149,7 @@ class Runner:
         """Follow another policy, or plan, from now on; graphs are captured again."""
         self.asked, self.policy, self.replayed = asked, policy, replayed
         self.entries.clear()
+        self.as_written.clear()
         self._functions.clear()
 
     def region(self, cache: bool = True) -> Any:
@@ -258,31 +252,31 @@ class Runner:
     def _run(self, call: Call, method: str) -> Any:
         if self._hooks.moved():
             self.clear()
-        transformed = in_transform()
-        kind = "transform" if transformed else "window" if self.opened() is not None else "plain"
-        function = self._function(kind, method, call.model)
+        function = self._function("plain" if self.opened() is None else "window", method, call.model)
         before = len(self.entries)
         started = time.perf_counter()
-        if transformed and not only_vmap():
+        if in_transform() or (self.as_written and state_of(call.model, method) in self.as_written):
             outputs = self._under_autocast(call, method)
         else:
             around = self._around(function, call)
             with contextlib.ExitStack() if around else _NO_CONTEXT as stack:  # a stack takes microseconds
                 for context in around:
                     stack.enter_context(context)
-                function, outputs = self._traced(function, call)
+                outputs = self._traced(function, call)
             function.called = True
         if len(self.entries) > before:
             self._announce(before, time.perf_counter() - started)
-        if call.does == "run":
-            self.called = True
-            self._look(function, call.ran)
+        for reason in dict.fromkeys(map(_shortened, call.again if call.does == "run" else ())):
+            self._say_again(reason)
+        self.called = self.called or call.does == "run"
+        if call.does != "compare":  # a capture ends so where there is no graph with ops
+            self._look(function, call)
         return self._outside_of_graphs(outputs, call)
 
     def _function(self, kind: str, method: str, model: nn.Module) -> Function:
         """Return the compiled function for a call; where a change is an error, each state has one of its own."""
         state = state_of(model) if self.on_change == "error" else None
-        key = (kind, method, self.traces_autocast, state)
+        key = (kind, method, state)
         function = self._functions.get(key)
         if function is None:
             with self._capturing:
@@ -305,100 +299,70 @@ class Runner:
             call.modes = [mode for mode in modes if not ignores_compilers(mode)]
         if call.modes:
             around += [without_modes(), without_module_trackers(), *filter(ignores_compilers, modes)]
-        if torch.is_autocast_enabled(self.device):
-            around.append(torch.autocast(self.device, enabled=False))
-        change = self._settings
-        if self.backend == "eager" and is_replica_running():
-            change = {**change, "optimize_ddp": False}  # gradients of single ops leave early without a split
-        if change:
-            around.append(dynamo_settings(change))
-        if self._recurs:
-            around.append(fakes_of_one_step())
         return around
 
-    def _traced(self, function: Function, call: Call) -> tuple[Function, Any]:
-        """Call a compiled function; if Dynamo cannot trace the model, trace it with fixed sizes, or without autocast.
-
-        This is done only as long as nothing of the model has run, so that its code runs once. An inner compiler that
-        fails gets fixed sizes too. What fails under autocast alone, because autocast mixes dtypes, is then captured
-        without it, and the compiler has the dtypes agree.
-        """
+    def _traced(self, function: Function, call: Call) -> Any:
+        """Call a compiled function under the view's autocast."""
+        device, rounds = self.device, self.policy.level.rounds
+        before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()
         marked = _mark_batch(call) if self._marks else []
+        torch.set_autocast_enabled(device, rounds)
+        if rounds:
+            torch.set_autocast_dtype(device, self.low)
+        torch.set_autocast_cache_enabled(True)  # Dynamo guards it
         try:
-            return function, self._called(function, call)
+            return function.call(call.model, *call.args, **call.kwargs)
         except dynamo_errors().TorchDynamoException as e:
-            by_compiler = isinstance(e, dynamo_errors().BackendCompilerFailed)
-            if call.ran or isinstance(e, torch.OutOfMemoryError) or (by_compiler and not marked):
-                raise
-            first = e
+            raise self._error_of(e) from getattr(e, "__cause__", None)
         except FxampError:
             raise
         except Exception:
-            if not call.ran:
-                function.clear()  # Dynamo leaves code to Python in whose trace an author's line has raised
+            function.frames.forget(call.refused)  # Dynamo leaves code to Python in whose trace an author's line raises
             raise
         finally:
+            torch.set_autocast_enabled(device, before[0])
+            torch.set_autocast_dtype(device, before[1])
+            torch.set_autocast_cache_enabled(before[2])
             for tensor in marked:
                 unmark_batch(tensor)
-        fixed = {"automatic_dynamic_shapes": False} if by_compiler else {}  # Dynamo knows sizes of other models' code
-        with contextlib.suppress(dynamo_errors().TorchDynamoException), dynamo_settings(fixed):
-            found = function, self._called(function, call)
-            self._marks = False
-            self._settings.update(fixed)
-            return found
-        if call.ran or by_compiler or not self.policy.level.rounds or not self.traces_autocast:
-            return self._untraced(function, call, first)
-        marks, self._marks, self.traces_autocast = self._marks, False, False
-        try:
-            without = self._function(function.kind, function.method, call.model)
-            outputs = self._called(without, call)
-        except Exception as e:
-            self._marks, self.traces_autocast = marks, True
-            if hasattr(e, "__notes__"):  # the error of an op that is given 16 bits
-                raise
-            return self._untraced(function, call, first)
-        logger.warning(
-            "fxamp: %s is captured without autocast, under which it fails: %s", type(self.model).__name__,
-            in_short(first),
-        )  # fmt: skip
-        return without, outputs
+
+    def _error_of(self, raised: Exception) -> Exception:
+        """Return what a call raises where Dynamo has raised an error."""
+        name, errors, error = type(self.model).__name__, dynamo_errors(), cast("Any", raised)
+        if isinstance(error, errors.BackendCompilerFailed) and isinstance(error.inner_exception, FxampError):
+            inner: Exception = error.inner_exception
+            return inner
+        if isinstance(error, errors.RecompileError):
+            return CaptureError(f"{name} has changed, and on_change='error': {_shortened(str(error))}")
+        if isinstance(error, errors.TorchRuntimeError):
+            if (way_out := self.of_autocast(str(error))) and hasattr(error, "add_note"):  # from Python 3.11 on
+                error.add_note(f"fxamp: {way_out}")
+            return raised
+        if isinstance(
+            error, (errors.InternalTorchDynamoError, errors.Unsupported, errors.UncapturedHigherOrderOpError)
+        ):
+            text = str(error).strip()
+            way_out = self.of_autocast(text)
+            return CaptureError(f"Dynamo cannot trace {name}: {f'{way_out} ' * bool(way_out)}{text}")
+        return raised
 
     def of_autocast(self, error: str) -> str:
         """Return what to do about an error of an op that may come of autocast's dtypes; "" for another error."""
-        if not (self.policy.level.rounds and self.traces_autocast and _OF_DTYPES.search(error)):
+        if not (self.policy.level.rounds and _OF_DTYPES.search(error)):
             return ""
         return (
             "under torch.autocast the op has other dtypes. If the model runs without it alone, put the op in a region "
             f"torch.autocast('{self.device}', enabled=False)."
         )
 
-    def _untraced(self, function: Function, call: Call, error: Exception) -> tuple[Function, Any]:
-        """Run the model's own code where an op fails as Dynamo traces it: what that raises is the user's own error."""
-        failed = isinstance(error, dynamo_errors().TorchRuntimeError)
-        if call.ran or call.does != "run" or self.fullgraph or not failed:
-            raise error from None
-        try:
-            outputs = self._under_autocast(call, function.method)
-        except Exception as own:
-            raise own from None
-        self._say("untraced", logging.WARNING, f"Dynamo cannot trace {type(self.model).__name__}: {in_short(error)}")
-        return function, outputs
-
-    def _called(self, function: Function, call: Call) -> Any:
-        call.regions = regions_entered() + (self.policy.level.rounds and self.traces_autocast)
-        try:
-            return function.call(call.model, *call.args, **call.kwargs)
-        except dynamo_errors().BackendCompilerFailed as e:
-            if isinstance(e.inner_exception, FxampError):
-                raise e.inner_exception from None
-            raise
-        except dynamo_errors().TorchRuntimeError as e:
-            if (way_out := self.of_autocast(str(e))) and hasattr(e, "add_note"):  # from Python 3.11 on
-                e.add_note(f"fxamp: {way_out}")
-            raise
-        except dynamo_errors().RecompileError as e:
-            name = type(self.model).__name__
-            raise CaptureError(f"{name} has changed, and on_change='error': {_shortened(str(e))}") from e
+    def say_refused(self, inner: Inner, error: Exception) -> None:
+        """Warn once that a graph runs node by node, as emitted, since its inner compiler has refused it."""
+        name = inner if isinstance(inner, str) else getattr(inner, "__name__", type(inner).__name__)
+        self._say(
+            f"compiler: {type(error).__name__}", logging.WARNING, f"{name} does not compile a graph of "
+            f"{type(self.model).__name__}, which runs by its plan, node by node: {in_short(error)}. It may compile it "
+            "with dynamic=False.",
+        )  # fmt: skip
 
     def _under_autocast(self, call: Call, method: str) -> Any:
         """Run the model itself under autocast, where Dynamo cannot trace."""
@@ -410,9 +374,8 @@ class Runner:
         """Give outputs their original dtypes where no graph does: in fields of a dataclass, and outside of graphs."""
         if (type(outputs) is Tensor and outputs.dtype is torch.float32) or call.does != "run" or not self.restores:
             return outputs
-        alone = len(call.ran) == 1 and call.ran != [-1] and not any(e.converted.broke for e in self.entries)
         leaves = () if isinstance(outputs, (Tensor, dict)) else pytree.tree_leaves(outputs, is_leaf=is_whole)
-        if alone and not any(map(is_dataclass, leaves)):
+        if call.whole and not any(map(is_dataclass, leaves)):
             return outputs
         own, made = low_of_its_own(call.model, (call.args, call.kwargs), self.low), dict[int, Any]()
         outputs = restored(outputs, own, made, call.read)
@@ -420,28 +383,42 @@ class Runner:
             self.note(_READ)
         return outputs
 
-    def _look(self, function: Function, ran: list[int]) -> None:
-        """Say that a call did not run the plan, or not all of it; heal code that Dynamo gave up, once a cause."""
-        first = ran[0] if ran and ran[0] >= 0 else max(ran, default=-1)
-        if first >= 0 and function.expected.setdefault(first, len(ran)) <= len(ran):
-            return
+    @property
+    def refused(self) -> tuple[str, ...]:
+        """What of the model's code is left to Python, and why."""
+        texts = (text for f in self._functions.values() for text in f.frames.refused.values())
+        return tuple(dict.fromkeys(filter(None, texts)))
+
+    def run_as_written(self, why: str) -> None:
+        """Run the model as its author wrote it in its present state, under autocast, which somebody has said."""
+        self.as_written[state_of(self.model)] = why
+        self._said.add(why)
+
+    def _look(self, function: Function, call: Call) -> None:
+        """Say that a call did not run the plan, or not all of it: no graph ran, or a frame was left to Python.
+
+        Raises:
+            CaptureError: that is an error, by `on_change`.
+            PolicyError: nothing was captured ahead of a first call, so overrides of the policy cannot act.
+        """
         mine = any(e.state.method == function.method for e in self.entries)
-        cause = self._cause(len(ran), function.expected.get(first), mine)
-        empty = cause == _NOTHING and not self._computes
-        if cause in (_UNKNOWN, _NOTHING) and (id(function), cause) not in self._healed:
-            self._healed.add((id(function), cause))
-            function.clear()
-            if empty:
-                return
-        if cause == _DISABLED:
-            function.stale = lambda: not dynamo_is_disabled()
-        instead = "under autocast" if self.policy.level.rounds else "the model's own code"
-        text = f"{type(self.model).__name__}: a call did not run its plan, but {instead}: {cause}"
+        planned = bool(call.ran or (call.idle and (mine or not self._computes)))  # an early exit may have no op
+        if planned and not call.refused:
+            return
+        left = (*call.refused, *(f"graph break at {broke}" for broke in call.idle if broke and not planned))
+        why = "" if planned else self.as_written.get(state_of(call.model, function.method)) or self._cause(mine)
+        cause = ": ".join(filter(None, (why, "; ".join(dict.fromkeys(left)))))
+        if cause == _NOTHING and not self._computes:
+            return
+        name, instead = type(self.model).__name__, "under autocast" if self.policy.level.rounds else "as written"
+        if call.does == "capture" and not planned and (self.policy.ops or self.policy.modules):
+            raise PolicyError(f"the overrides of {self.policy} cannot act, for {name} runs {instead}: {cause}")
+        text = f"{name}: a call did not run {'all of ' * planned}its plan, but {instead}: {cause}"
         if (watch := watching()) is not None:
             watch.missed.append((self.model, cause))
-        if self.on_change == "error" and not empty:
+        if self.on_change == "error":
             raise CaptureError(text)
-        self._say(cause, logging.INFO if empty else logging.WARNING, text)
+        self._say(cause, logging.WARNING, text)
 
     @functools.cached_property
     def _computes(self) -> bool:
@@ -449,18 +426,14 @@ class Runner:
         others = any(runner_of(module) is not None for module in self.model.modules() if module is not self.model)
         return not others and next(self.model.parameters(), None) is not None
 
-    def _cause(self, ran: int, expected: int | None, mine: bool) -> str:
+    def _cause(self, mine: bool) -> str:
         stance = dynamo_stance()
         if stance != "default":
             return f"torch.compiler.set_stance({stance!r})"
         if dynamo_is_disabled():
-            return _DISABLED
+            return "torch._dynamo.config.disable"
         if in_transform():
             return "a transform of torch.func, under which Dynamo cannot trace"
-        if found := recompile_limit.reached(self.model):
-            return found[0]
-        if expected:
-            return f"{ran} of {expected} graphs ran"
         return _UNKNOWN if mine else _NOTHING
 
     def say_uncaptured(self, method: str) -> None:
@@ -514,11 +487,6 @@ class Runner:
                 name, entry.number, entry.state, len(plan.decisions), low, short, plan.casts, seconds - entry.seconds,
                 self.backend if isinstance(self.backend, str) else "backend", entry.seconds,
             )  # fmt: skip
-        if first == 0:
-            return
-        for record in compile_records()[-(len(self.entries) - first) :]:
-            if reason := _shortened(str(getattr(record, "recompile_reason", None) or "")):
-                self._say_again(reason)
 
     def _say_again(self, reason: str) -> None:
         """Log why Dynamo captured again: a warning at the second time of a cause, and at the eighth graph of a number.
@@ -543,7 +511,7 @@ _NUMBER = re.compile(r"(\S+) == -?\d+(?:\.\d+(?:e[-+]?\d+)?|e[-+]?\d+)(?:\s|$)")
 _MODULE = re.compile(r"\._modules\['(\w+)'\]")
 _EIGHTH = 8  # the graph of one number at which a warning names it
 _OF_DTYPES = re.compile(r"dtype|BFloat16|Half\b|scalar type", re.IGNORECASE)  # in the text of an error
-RUN = Runner._called.__code__  # the frame in which the model is called
+RUN = Runner._traced.__code__  # the frame in which the model is called
 _READ = (
     f"{Code.OUTPUT.value}: an output that another one is computed from, with a graph break between the two, is handed "
     "out in 16 bits, as it was read, where it has a gradient"
@@ -551,7 +519,6 @@ _READ = (
 _NO_CONTEXT: Any = contextlib.nullcontext()
 _UNKNOWN = "Dynamo left it to Python"
 _NOTHING = "no op was captured"
-_DISABLED = "torch._dynamo.config.disable"
 
 
 def _reads_numpy(model: nn.Module) -> bool:
@@ -577,18 +544,29 @@ def _refuse_tracing() -> None:
 
 
 def _mark_batch(call: Call) -> list[Tensor]:
-    """Let dimension 0 of every tensor argument be dynamic that shares its size with the first one.
+    """Let dimension 0 of every tensor among the arguments be dynamic that shares its size with the first one.
 
     The tensors that were marked are returned; after the call they are as before.
     """
     size = -1
     marked: list[Tensor] = []
-    for value in (*call.args, *call.kwargs.values()):
-        if type(value) is Tensor and value.dim():
+    for value in _tensors((*call.args, *call.kwargs.values())):
+        if value.dim():
             size = value.shape[0] if size < 0 else size
             if value.shape[0] == size > 1 and mark_batch(value):
                 marked.append(value)
     return marked
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the plain tensors among some values, and in the containers among them."""
+    for value in values:
+        if type(value) is Tensor:
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _tensors(value)
+        elif isinstance(value, dict):
+            yield from _tensors(value.values())
 
 
 def _shortened(text: str) -> str:

@@ -44,7 +44,7 @@ INSIDE = {"while_loop": loop, "scan": running, "cond": branches}
 
 @pytest.mark.parametrize(
     ("kind", "front_end"),
-    [*((kind, "view") for kind in INSIDE), *(pytest.param(kind, "graph", marks=pytest.mark.matrix) for kind in INSIDE)],
+    [("while_loop", "view"), *(pytest.param(kind, "graph", marks=pytest.mark.matrix) for kind in INSIDE)],
 )
 def test_a_loop_carried_value_keeps_its_dtype(kind: str, front_end: str) -> None:
     torch.manual_seed(0)
@@ -56,6 +56,24 @@ def test_a_loop_carried_value_keeps_its_dtype(kind: str, front_end: str) -> None
         for ours, eager in zip(got, expected, strict=True):
             torch.testing.assert_close(ours, eager, rtol=0.05, atol=0.05)
     assert "bfloat16" in decided(module, "linear")
+
+
+@pytest.mark.parametrize("kind", ["scan", "cond"])
+def test_what_torch_refuses_under_autocast_is_refused_with_the_way_out(kind: str) -> None:
+    """The carried value, or the other branch, has another dtype under autocast, where the model fails too."""
+    model = Two(INSIDE[kind]).requires_grad_(False)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(Exception, match=r"dtype|meta"):
+        model(example())
+    with pytest.raises(fxamp.CaptureError, match=r"torch\.autocast\('cpu', enabled=False\)"):
+        convert(model, one(), "view")
+
+    def in_a_region(self: Any, x: Tensor) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            return INSIDE[kind](self, x)
+
+    model = Two(in_a_region).requires_grad_(False)
+    got, expected = (tensors(called(example())) for called in (convert(model, one(), "view"), model))
+    assert all(map(torch.equal, got, expected))
 
 
 def test_a_region_that_is_compiled_once_is_right_wherever_it_is_called() -> None:

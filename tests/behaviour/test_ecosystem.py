@@ -172,7 +172,7 @@ def test_calls_beyond_the_recompile_limit_are_autocasts(build: Any) -> None:
     )
     key = "decoder_input_ids" if build is not gpt2 else "input_ids"
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr("fxamp.view.function.LIMIT", 2)
+        patch.setattr("fxamp.capture.frames.CEILING", 2)
         for length in range(1, 5):
             call = {**inputs, key: torch.randint(3, 60, (2, length)), "output_hidden_states": length % 2 == 0}
             expected = low(model, **call).logits.float()

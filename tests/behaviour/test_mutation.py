@@ -146,7 +146,7 @@ def test_an_input_that_forward_writes_to_is_written_to(front_end: str) -> None:
 
 def storage_set(self: Any, x: Tensor) -> Any:
     y = self.l(x).detach().clone()
-    y.set_(x * 2)
+    y.set_((x * 2).to(y.dtype))
     return self.m(y)
 
 

@@ -19,7 +19,6 @@ from passes.contract.policy import dtype_name
 from passes.graph.notes import is_inserted
 from passes.graph.values import LOW_DTYPES
 
-from ...capture import recompile_limit
 from ..watch import Place, Seen, Sum, Watch
 from .rows import Ledger, is_cast, planned_dtypes
 
@@ -196,10 +195,9 @@ def _why(seen: Seen, ops: Iterable[tuple[Seen, Sum]], watch: Watch, ledgers: Seq
     wide = any(s.product and s.dtype not in _LOW for s, _ in ops)
     low = any(runner.policy.level.rounds for runner in watch.entered)
     off = ", where torch.autocast is off" if wide and low else ""
-    limits = [text for runner in watch.entered for text in recompile_limit.reached(runner.model)]
     breaks = [ledger.ran.converted.broke for ledger in ledgers if ledger.ran.converted.broke]
     missed = [text for _, text in watch.missed]
-    cause = next(iter((*limits, *missed, *(f"graph break at {text}" for text in breaks))), "left to Python by Dynamo")
+    cause = next(iter((*missed, *(f"graph break at {text}" for text in breaks))), "left to Python by Dynamo")
     return f"{cause}{off}"
 
 

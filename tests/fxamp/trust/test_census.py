@@ -485,8 +485,7 @@ def recompile_limit() -> Any:
 
     model = Many()
     with pytest.MonkeyPatch.context() as patch:
-        for part in ("function", "runner"):
-            patch.setattr(f"fxamp.view.{part}.LIMIT", 2)
+        patch.setattr("fxamp.capture.frames.CEILING", 2)
         view = view_of(model, check=False)
         for n in range(4):
             model.n = n

@@ -1,0 +1,202 @@
+"""The frames of one compiled function: what Dynamo makes of each is known from its own answer.
+
+Dynamo calls back for a frame that it has no code for. What it calls is wrapped here:
+
+    settings and limits         hold while a frame is compiled, so a call pays nothing for them
+    an answer without code      this frame is left to Python: its place and the cause are kept, and each call that runs
+                                it is told
+    a frame in which a call finds no op     is compiled all the same; Dynamo would leave its code to Python for good
+    the 256th graph of a code   is the last one: what needs another is left to Python
+
+`torch._dynamo.optimize` and the fields of what Dynamo answers are private names of torch; they are used here alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+
+from passes._torch import OWN_CACHE, compile_records, dynamo_errors, dynamo_is_disabled, dynamo_settings
+from passes.contract.errors import CaptureError, in_short
+from passes.graph.recurrence import fakes_of_one_step
+
+from .call import current
+
+CEILING = 256  # graphs of one code, as torch has it for all uses of a code together
+_LIMITS = {
+    "recompile_limit": 1 << 30, "accumulated_recompile_limit": 1 << 30, "allow_empty_graphs": True,
+}  # fmt: skip
+_RESUMED = "torch_dynamo_resume_in_"  # begins the name of the code that Dynamo makes of what follows a break
+# What Dynamo says of frames that compute nothing: code without tensors, and what Python or Dynamo itself has generated.
+_IDLE = (
+    "no tensor-related",
+    "already Dynamo-generated",
+    "namedtuple",
+    "__setattr__",
+    "torch.optim",
+    "exec()",
+    "genera",
+)
+
+
+class Frames:
+    """A compiled function, and what became of the frames that its calls reached.
+
+    Attributes:
+        call: the function, compiled.
+        refused: the codes that are left to Python, each with its place and the cause; "" for one that computes nothing.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], backend: Callable[..., Any], model: Callable[[], nn.Module],
+        settings: Callable[[], dict[str, Any]], *, dynamic: bool | None = None, fullgraph: bool = False,
+    ) -> None:  # fmt: skip
+        self.refused: dict[CodeType, str] = {}
+        self._code: Any = getattr(function, "__code__", None)
+        self._model, self._settings, self._fullgraph = model, settings, fullgraph
+        self._graphs: Counter[CodeType] = Counter()
+        self._failing: set[CodeType] = set()  # refused since an op failed, which other inputs may mend
+        context: Any = torch._dynamo.optimize(backend, dynamic=dynamic, nopython=fullgraph, **OWN_CACHE)
+        if hasattr(context, "callback"):  # none where torch is told to do without Dynamo
+            self._torchdynamo_orig_backend = self._inner = context.callback
+            context.callback = self
+        self.call: Callable[..., Any] = context(function)
+
+    def forget(self, refused: Collection[str] | None = None) -> None:
+        """Forget what became of frames: of those that were refused, by their texts, or of all."""
+        if refused is None:
+            self._graphs.clear()
+        self.refused = {
+            code: text for code, text in self.refused.items() if refused is not None and text not in refused
+        }
+
+    def __call__(self, frame: Any, entry: Any, state: Any) -> Any:
+        """Compile a frame, or leave it to Python."""
+        code, call = frame.f_code, current()
+        if dynamo_is_disabled():
+            return _left_to_python()
+        if self._code is not None and code.co_name.startswith(f"{_RESUMED}{self._code.co_name}_at_"):
+            return _left_to_python(with_all_inside=True, always=True)  # it returns what the model has returned
+        if code not in self.refused:
+            if self._graphs[code] < CEILING:
+                made = self._compiled(frame, entry, state)
+                if code not in self.refused:
+                    return made
+            else:
+                self._refuse(code, f"its recompile limit: {CEILING} graphs of it were captured")
+        if call is not None and self.refused[code]:
+            call.refused.append(self.refused[code])
+        if code in self._failing:
+            self._failing.discard(code)
+            del self.refused[code]
+        return _left_to_python(with_all_inside=self._graphs[code] >= CEILING)
+
+    def _compiled(self, frame: Any, entry: Any, state: Any) -> Any:
+        """Return Dynamo's answer for a frame, after noting what it says."""
+        made, code, call = self._answer(frame, entry, state), frame.f_code, current()
+        if made.guarded_code is not None:
+            self._graphs[code] += 1
+            if call is not None and self._graphs[code] > 1 and (reason := _record(code, "recompile_reason")):
+                call.again[reason] = None
+        elif (
+            code not in self.refused
+            and code is not self._code
+            and self._can_compute(code, getattr(made, "skip_reason", None), frame)
+        ):
+            why = getattr(made, "skip_reason", None) or "Dynamo has left it to Python"
+            self._refuse(code, _record(code, "fail_reason").partition("\n")[0] or str(why))
+        return made
+
+    def _answer(self, frame: Any, entry: Any, state: Any) -> Any:
+        errors, settings = dynamo_errors(), {**_LIMITS, **self._settings()}
+        try:
+            try:
+                with _tracing(settings):
+                    return self._inner(frame, entry, state)
+            except errors.RecompileError as e:
+                if not _is_of_data(str(e)):
+                    raise
+            with _tracing({**settings, "error_on_recompile": False}):
+                return self._inner(frame, entry, state)
+        except (errors.InternalTorchDynamoError, errors.TorchRuntimeError, errors.Unsupported, RecursionError) as e:
+            call = current()
+            if self._fullgraph or call is None:
+                raise
+            failed = isinstance(e, errors.TorchRuntimeError)
+            if call.ran and failed:
+                raise
+            place = _place(frame.f_code)
+            if call.ran and isinstance(e, errors.InternalTorchDynamoError):
+                raise CaptureError(f"Dynamo cannot trace {place}, behind a graph break: {in_short(e)}") from e
+            if frame.f_code is self._code:  # which computes nothing; Dynamo asks about the code that it calls
+                self.refused[self._code] = ""
+            else:
+                self._refuse(frame.f_code, f"Dynamo cannot trace it: {in_short(e)}")
+            if failed:
+                self._failing.add(frame.f_code)
+            return _left_to_python()
+
+    def _refuse(self, code: CodeType, cause: str) -> None:
+        author = getattr(type(self._model()).forward, "__code__", code) if code is self._code else code
+        self.refused[code] = f"{_place(author)}: {cause}"
+
+    def _can_compute(self, code: CodeType, reason: str | None, frame: Any) -> bool:
+        """Say whether a frame that is left to Python may compute something: of torch's own code a layer's forward."""
+        convert: Any = torch._dynamo.convert_frame
+        if torch._dynamo.trace_rules.check(code):
+            return code in self._forwards
+        if reason is None:  # torch 2.11 gives none
+            return bool(convert.has_tensor_in_frame(frame)) and code not in convert.output_codes
+        return not any(text in reason for text in _IDLE)
+
+    @functools.cached_property
+    def _forwards(self) -> frozenset[CodeType]:
+        """The code of `forward` of the model's layers: of modules that hold parameters, or no other modules."""
+        layers = (m for m in self._model().modules() if m._parameters or not m._modules)
+        codes = (getattr(type(layer).forward, "__code__", None) for layer in layers)
+        return frozenset(code for code in codes if code is not None)
+
+
+@contextlib.contextmanager
+def _tracing(settings: dict[str, Any]) -> Iterator[None]:
+    """Trace by these settings of Dynamo; where it traces recurrent layers, one time step of each stands for all."""
+    one_step = fakes_of_one_step() if settings.get("allow_rnn") else contextlib.nullcontext()
+    with dynamo_settings(settings), one_step:
+        yield
+
+
+def _left_to_python(*, with_all_inside: bool = False, always: bool = False) -> Any:
+    """Return Dynamo's answer for a frame that Python runs; except if `always`, the next one of its code is asked about.
+
+    What the frame calls is asked about, except `with_all_inside`.
+    """
+    types: Any = torch._dynamo.types
+    inside = types.FrameAction.SKIP if with_all_inside else types.FrameAction.DEFAULT
+    strategy = types.FrameExecStrategy(types.FrameAction.SKIP, inside)
+    return types.ConvertFrameReturn(frame_exec_strategy=strategy, apply_to_code=always)
+
+
+def _record(code: CodeType, what: str) -> str:
+    """Return what Dynamo's record of the last compilation says, "" if it is of other code."""
+    last: Any = next(reversed(compile_records()), None)
+    if last is None or (last.co_name, last.co_firstlineno) != (code.co_name, code.co_firstlineno):
+        return ""
+    return str(getattr(last, what, None) or "").strip()
+
+
+def _is_of_data(reasons: str) -> bool:
+    """Say whether the guards that failed are all on what crossed a graph break, and so on data, not on the model."""
+    guards = re.findall(r"\d+/\d+: (.*)", reasons)
+    return bool(guards) and all("___stack" in guard for guard in guards)
+
+
+def _place(code: CodeType) -> str:
+    return f"{getattr(code, 'co_qualname', code.co_name)} ({code.co_filename}:{code.co_firstlineno})"
