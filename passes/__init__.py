@@ -1,15 +1,17 @@
 """The compiler: a captured graph in, a mixed-precision graph and its plan out. `compile_graph` is the only entry point.
 
+It takes an `Origin` of every node from the front end that captured the graph.
 `watched` lets a caller observe the passes, and `NAMES` are their names.
 Imports torch and networkx, never fxamp; `fxamp` re-exports its public names.
 """
 
 from __future__ import annotations
 
+from .graph.origin import Origin as Origin
 from .pipeline import NAMES as NAMES
 from .pipeline import compile_graph as compile_graph
 from .watch import Printed as Printed
 from .watch import Timed as Timed
 from .watch import watched as watched
 
-__all__ = ["NAMES", "Printed", "Timed", "compile_graph", "watched"]
+__all__ = ["NAMES", "Origin", "Printed", "Timed", "compile_graph", "watched"]

@@ -6,7 +6,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ..form import Assignment
-from ..graph.notes import CAST_OPERAND, note, origin
+from ..graph.notes import CAST_OPERAND, note, provenance
 from ..graph.values import recast
 from ..runtime.casts import CAST, cast_floating
 
@@ -18,7 +18,7 @@ def make_cast(
     before = assignment.dtypes[value]
     with graph.inserting_before(reader):
         cast = graph.call_function(cast_floating if isinstance(before, tuple) else CAST, (value, dtype))
-    cast.meta = origin(reader)
+    cast.meta = provenance(reader)
     note(cast, made_by=rule)
     if "val" in value.meta:
         cast.meta["val"] = value.meta["val"]

@@ -17,7 +17,7 @@ from torch.fx.node import map_aggregate
 
 from ..form import Assignment, Colouring, Ensures, Unit
 from ..graph.aliases import Aliases
-from ..graph.notes import CLAMP_OPERAND, note, origin
+from ..graph.notes import CLAMP_OPERAND, note, provenance
 from ..graph.values import dtype_owner
 from ..ops import ops
 from ..ops.rules import row_of
@@ -91,7 +91,7 @@ def _clamp_operands(graph: Graph, node: Node, colouring: Colouring, assignment: 
     def made(op: Any, *args: Any) -> Node:
         with graph.inserting_before(node):
             inserted = graph.call_function(op, args)
-        inserted.meta = origin(node) | {"val": args[0].meta.get("val")}
+        inserted.meta = provenance(node) | {"val": args[0].meta.get("val")}
         note(inserted, made_by=CLAMP_OPERAND)
         for dtypes in (assignment.dtypes, assignment.original):
             dtypes[inserted] = dtypes[args[0]]

@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule
 
 from fxamp.capture.capture_jit import attribute_of
-from passes import NAMES, Printed, Timed, compile_graph, watched
+from passes import NAMES, Printed, Timed, watched
 from passes.assign.assign_precision import AssignPrecision
 from passes.contract.errors import VerificationError
 from passes.contract.plan import Plan
@@ -22,7 +22,7 @@ from passes.contract.policy import Policy
 from passes.form import Ensures, Pass, Unit
 from passes.pipeline import _run, preparing, rewriting
 from passes.watch import Watcher
-from tests.support.graphs import parse
+from tests.support.graphs import compile_plain, parse
 
 POLICY = Policy("O1", dtype="bf16", device="cpu")
 TEXT = """
@@ -38,7 +38,7 @@ TEXT = """
 
 def compiled(policy: Policy = POLICY) -> tuple[GraphModule, Plan]:
     gm = parse(TEXT)
-    return gm, compile_graph(gm.graph, policy, functools.partial(attribute_of, gm), capture="graph")
+    return gm, compile_plain(gm, policy)
 
 
 def test_a_pass_is_its_configuration() -> None:

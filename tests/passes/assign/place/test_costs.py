@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.fx import Node
 
-from passes import compile_graph
 from passes.assign.place.costs import ROUND_TRIPS, ByteCosts, MeasuredCosts, Run, round_trips
 from passes.contract.costs import Call, Filler
 from passes.contract.devices import DEVICES
@@ -17,7 +16,7 @@ from passes.contract.plan import Plan
 from passes.contract.policy import Policy
 from passes.graph.grad import requires_grad
 from passes.graph.notes import note
-from tests.support.graphs import parse
+from tests.support.graphs import compile_plain, parse
 from tests.support.helpers import named
 
 LOW = torch.bfloat16
@@ -131,7 +130,7 @@ def test_a_filler_says_what_it_is() -> None:
 
 def compiled(times: Times | None, policy: Policy = MEASURED, text: str = TEXT, plan: Plan | None = None) -> Plan:
     gm = parse(text)
-    return compile_graph(gm.graph, policy, gm.get_parameter, plan=plan, timer=times, capture="graph")
+    return compile_plain(gm, policy, plan=plan, timer=times)
 
 
 SLOW = {"aten.linear.default(bfloat16": 1000, "aten.linear.default(float32": 1500, "aten.relu": 10}
