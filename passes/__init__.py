@@ -1,7 +1,7 @@
 """The compiler: a captured graph in, a mixed-precision graph and its plan out. `compile_graph` is the only entry point.
 
-`Pipeline` is the order of the passes, `watched` lets a caller observe them, and `NAMES` are their names. The others are
-cost models.
+It takes an `Origin` of every node from the front end that captured the graph. `Pipeline` is the order of the passes,
+`watched` lets a caller observe them, and `NAMES` are their names. The others are cost models.
 Imports torch and networkx, never fxamp; `fxamp` re-exports its public names.
 """
 
@@ -11,6 +11,7 @@ from .assign.place.costs import ByteCosts as ByteCosts
 from .assign.place.costs import Frequencies as Frequencies
 from .assign.place.costs import MeasuredCosts as MeasuredCosts
 from .assign.place.costs import Penalties as Penalties
+from .graph.origin import Origin as Origin
 from .pipeline import NAMES as NAMES
 from .pipeline import Pipeline as Pipeline
 from .pipeline import compile_graph as compile_graph
@@ -19,6 +20,6 @@ from .watch import Timed as Timed
 from .watch import watched as watched
 
 __all__ = [
-    "NAMES", "ByteCosts", "Frequencies", "MeasuredCosts", "Penalties", "Pipeline", "Printed", "Timed", "compile_graph",
-    "watched",
+    "NAMES", "ByteCosts", "Frequencies", "MeasuredCosts", "Origin", "Penalties", "Pipeline", "Printed", "Timed",
+    "compile_graph", "watched",
 ]  # fmt: skip

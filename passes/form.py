@@ -22,7 +22,7 @@ from .contract.plan import Decision
 from .contract.policy import Target
 from .contract.reasons import Reason
 from .graph.bodies import Border
-from .graph.notes import CAST_OPERAND, note, origin
+from .graph.notes import CAST_OPERAND, note, provenance
 from .graph.values import LOW_DTYPES, Inference, ValueDtype, recast, run
 from .runtime.casts import CAST, cast_floating
 
@@ -193,7 +193,7 @@ class Unit:
         """
         with self.graph.inserting_before(before):
             node = self.graph.call_function(op, args)
-        node.meta = origin(before)
+        node.meta = provenance(before)
         note(node, made_by=by)
         if op in (CAST, cast_floating):  # of which there are many: nothing has to be run
             node.meta |= {"val": args[0].meta["val"]} if "val" in args[0].meta else {}

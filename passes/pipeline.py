@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from .assign.assign_precision import AssignPrecision
 from .casts.annotate import Annotate
@@ -28,8 +28,10 @@ from .contract.policy import Policy, Target, check_used
 from .form import Assignment, Pass, Unit
 from .graph.bodies import Border, all_graphs, bodies_of
 from .graph.notes import is_inserted
+from .graph.origin import Origin
 from .graph.values import keys, module_types, no_autocast
 from .legalize.legalize import Legalize
+from .legalize.origins import note_origins
 from .ops import ops
 from .ops.facts import this_machine
 from .ops.rules import COMPOSITE
@@ -85,6 +87,7 @@ def compile_graph(
     graph: Graph,
     policy: Policy,
     attribute: Callable[[str], Any],
+    origins: Mapping[Node, Origin],
     *,
     capture: str = "graph",
     notes: tuple[str, ...] = (),
@@ -99,7 +102,8 @@ def compile_graph(
     Args:
         graph: as captured, with flat placeholders and a flat output tuple.
         policy: with dtype and device filled in.
-        attribute: resolves the target of a get_attr.
+        attribute: resolves the target of a get_attr, and the path of a module that the graph calls.
+        origins: what its front end knows of each input and call, of the graphs inside it too.
         capture: what made the graph, for the plan: "dynamo" or "graph".
         notes: what capture has to say, for the plan.
         plan: the plan to carry out instead of deciding.
@@ -110,6 +114,7 @@ def compile_graph(
             dtypes that autocast gives them; unless the level is O0.
 
     Raises:
+        CaptureError: an input or a call has no origin.
         PolicyError: the policy does not fit the graph: an override matches nothing, or two contradict each other; an op
             is banned or, with unknown_ops="error", unknown; costs are to be measured, but nothing can be run; prices
             are negative or no integers; a pipeline decides nothing, or is given beside a plan or costs.
@@ -121,6 +126,7 @@ def compile_graph(
     target, steps = Target.of(policy), pipeline or Pipeline.of(policy, plan, exact, costs)
     with no_autocast():
         verify(graph)
+        note_origins(graph, attribute, origins)
         edits: Counter[str] = Counter()
         _prepare(Unit(graph, attribute, target), steps.prepare, edits, set())
         bodies = bodies_of(graph, attribute) if policy.level.rounds else {}

@@ -36,6 +36,7 @@ sys.path.insert(0, str(HERE.parent))
 from passes import Timed, compile_graph, watched  # noqa: E402  (the path comes first)
 from passes._torch import FakeTensorMode  # noqa: E402
 from passes.contract.policy import Policy  # noqa: E402
+from passes.graph.bodies import origins_of  # noqa: E402
 from reports.made import headed, made  # noqa: E402
 
 aten = torch.ops.aten
@@ -113,7 +114,7 @@ def time_passes(graph: Graph, level: str) -> dict[str, float]:
             stack.enter_context(_timed(path, name, seconds))
         stack.enter_context(watched(timed := Timed()))
         start = time.process_time()
-        compile_graph(graph, policy, values.__getitem__)
+        compile_graph(graph, policy, values.__getitem__, origins_of(graph, values.__getitem__))
         seconds["all"] = time.process_time() - start
     return seconds | timed.seconds
 

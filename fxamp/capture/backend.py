@@ -27,7 +27,7 @@ from passes.contract.errors import PolicyError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy, check_used, nearest, type_names
 from passes.graph.grad import requires_grad
-from passes.graph.notes import note, note_buffer, note_of
+from passes.graph.origin import Origin, buffer_origin
 from passes.graph.outputs import read_outputs
 from passes.graph.values import described, no_autocast, retyped
 from passes.ops import ops
@@ -41,6 +41,7 @@ from .capture_jit import ambient_dtype, attribute_of, describe, is_attribute, is
 from .described import Described
 from .emitted import at_call
 from .inputs import first_device
+from .origins import Origins
 from .outputs import low_of_its_own, note_leaving
 from .parameters import opaque_parameters, refuse_low_parameters
 from .scope import Scope, is_gathered, is_training, scope
@@ -268,19 +269,16 @@ def rewrite(
     notes = (*refuse_low_parameters(named, is_training(), is_gathered), *opaque_parameters(named))
     values = [v for n, v in zip(places, example_inputs, strict=False) if not is_number_input(n)]
     device = policy.device or first_device(sorted(values, key=lambda v: not isinstance(v, nn.Parameter)))
+    origins = Origins()
     for node, value in zip(places, example_inputs, strict=False):
-        if is_attribute(node):
-            note_buffer(node, value)
-        else:
-            number = "number" if is_number_input(node) else ""
-            note(node, role="parameter" if isinstance(value, nn.Parameter) else number)
+        origins[node] = _origin_of_input(node, value)
         if isinstance(value, torch.Tensor):  # torch may have split the graph into parts, after another trace
             for key in {"example_value", "val"} & node.meta.keys():
                 node.meta[key] = retyped(node.meta[key], value.dtype)
     found = scope()
     if found is not None:
         refuse_unmatched(policy, found.root)
-    leaves = note_leaving(gm.graph)
+    leaves = note_leaving(gm.graph, origins)
     here = runs_on or device
     on = not in_region and torch.is_autocast_enabled(here)
     settled = policy.dtype if in_region else None
@@ -288,14 +286,14 @@ def rewrite(
     dtype = policy.dtype or ambient or torch.get_autocast_dtype(device)
     resolved = replace(policy, device=device, dtype=dtype)
     under = on or ambient is not None
-    holds, given = _held_and_given(gm, example_inputs, found, dtype, leaves)
+    holds, given = _held_and_given(gm, example_inputs, found, dtype, leaves, origins)
     with no_autocast():
-        outputs = describe(gm, scope=found, ambient=under, policy=resolved, holds=holds, given=given - holds)
+        outputs = describe(gm, origins, scope=found, ambient=under, policy=resolved, holds=holds, given=given - holds)
     read = read_outputs(gm.graph) if policy.level.rounds else ()
     if not under and policy.level.rounds:
         notes = (*notes, _WITHOUT_AUTOCAST)
     given_plan, exact = (None, True) if replayed is None else replayed(gm.graph)
-    described = Described(compiled.copied(gm), resolved, notes, under)
+    described = Described.of(gm, origins, resolved, notes, under)
     plan = described.compile(gm, plan=given_plan, exact=exact, costs=costs)
     for node in gm.graph.nodes:
         if "val" in node.meta:
@@ -307,6 +305,12 @@ def rewrite(
     return replace(converted, read=read, described=described), outputs
 
 
+def _origin_of_input(node: Node, value: Any) -> Origin:
+    if is_attribute(node):
+        return buffer_origin(value)
+    return Origin(role="parameter" if isinstance(value, nn.Parameter) else "number" if is_number_input(node) else "")
+
+
 def _record_of(plan: Plan) -> str:
     """Return the record of a plan as JSON; the code that writes it is loaded only when torch traces."""
     from ..report.record.build import record_of
@@ -315,7 +319,7 @@ def _record_of(plan: Plan) -> str:
 
 
 def _held_and_given(
-    gm: GraphModule, example_inputs: list[Any], found: Scope | None, low: torch.dtype, leaves: bool
+    gm: GraphModule, example_inputs: list[Any], found: Scope | None, low: torch.dtype, leaves: bool, origins: Origins
 ) -> tuple[set[Node], set[Node]]:
     """Return the inputs that the model holds or has made low, and those that it was called with."""
     model, passed = (nn.Module(), ()) if found is None else (found.root, found.given)
@@ -324,7 +328,7 @@ def _held_and_given(
     given = {n for n, v in values.items() if any(v is leaf for leaf in passed)}
     is_own = low_of_its_own(model, passed, low, warns=leaves)
     own = {n for n, v in values.items() if n not in given and is_own(v, returned=is_returned(n))}
-    return {n for n in values if note_of(n).role} | own, given
+    return {n for n in values if origins[n].role} | own, given
 
 
 def refuse_unmatched(policy: Policy, model: nn.Module) -> None:

@@ -21,7 +21,8 @@ from torch.fx import Graph, GraphModule, Node
 from passes._torch import enter_autocast, exit_autocast, is_transformed, pytree, source_name, without_transforms
 from passes.contract.policy import Policy, module_override, type_names
 from passes.graph.bodies import bodies_of
-from passes.graph.notes import Region, note, note_of, origin
+from passes.graph.notes import provenance
+from passes.graph.origin import CastMeaning, Origin, Region
 from passes.graph.values import (
     ELIGIBLE,
     LOW_DTYPES,
@@ -38,6 +39,7 @@ from passes.ops import ops
 from passes.ops.facts import rule_of
 from passes.ops.rules import COMPOSITE, row_of
 
+from .origins import Origins
 from .own_dtypes import own_dtypes, seen_dtypes, without_low
 from .scope import Scope
 
@@ -75,16 +77,18 @@ def _whole_region(graph: Graph) -> tuple[Node, Node] | None:
 
 
 def describe(
-    gm: GraphModule, *, ambient: bool, policy: Policy, scope: Scope | None, holds: Set[Node], given: Set[Node]
-) -> dict[int, torch.dtype]:
-    """Annotate every node with what passes read: `val`, the module path, the autocast region, the meaning of a cast.
+    gm: GraphModule, origins: Origins, *,
+    ambient: bool, policy: Policy, scope: Scope | None, holds: Set[Node], given: Set[Node],
+) -> dict[int, torch.dtype]:  # fmt: skip
+    """Annotate every node with what passes read: `val` and the module path; and add the rest to its origin.
 
-    A cast is noted as "literal" if the user called `.float()` or a similar method, as "autocast" if its dtype was seen
-    in a trace under autocast, and as "baked" if only its dtype without autocast is known. If a dtype was low in a trace
-    under autocast, the graph gets FP32, and the note keeps the low dtype.
+    A cast is "literal" if the user called `.float()` or a similar method, "autocast" if its dtype was seen in a trace
+    under autocast, and "baked" if only its dtype without autocast is known. If a dtype was low in a trace under
+    autocast, the graph gets FP32, and the origin keeps the low dtype.
 
     Args:
         gm: changed in place: dtypes that are low by autocast become FP32.
+        origins: changed in place: there is one for every node of the graph afterwards, and of those inside it.
         ambient: autocast was on while Dynamo traced, so the example values and what Python read have its dtypes.
         policy: says where nothing is low, even if it was low in the trace: at O0, and in modules overridden to FP32.
         scope: where the graph lies in the compiled module, if that is known.
@@ -95,17 +99,17 @@ def describe(
         The dtypes in the model itself, by number, of the outputs made here that are low, there or by autocast. Beside
         values that are low there, or low inputs, the other outputs are among them.
     """
-    description = _Description(gm.graph, ambient, policy, scope, holds, given)
+    description = _Description(gm.graph, origins, ambient, policy, scope, holds, given)
     description.of(gm)
     if scope is not None:
-        _note_fused(gm.graph, scope.root)
+        _add_fused(gm.graph, origins, scope.root)
     outputs: Any = gm.graph.output_node().args[0]
     low = {n: dtypes_of(n.meta["val"]) for n in gm.graph.nodes if ambient and seen_dtypes(n) in LOW_DTYPES}
-    own = description.own or {n: dtype for n, dtype in low.items() if dtype in LOW_DTYPES or not note_of(n).leaves}
+    own = description.own or {n: dtype for n, dtype in low.items() if dtype in LOW_DTYPES or not origins[n].leaves}
     made = {i: own.get(n) for i, n in enumerate(outputs) if isinstance(n, Node)}
     for i, dtype in made.items():
         if dtype in ELIGIBLE:
-            note(outputs[i], low_of_its_own=dtype if dtype in LOW_DTYPES else None, leaves_as=dtype)
+            origins.add(outputs[i], low_of_its_own=dtype if dtype in LOW_DTYPES else None, leaves_as=dtype)
     calls = {i: dtype for i, dtype in made.items() if outputs[i].op.startswith("call")}
     return {i: dtype for i, dtype in calls.items() if dtype in (*ELIGIBLE, torch.complex32)}
 
@@ -114,8 +118,11 @@ class _Description:
     """Describes a graph and the bodies of the higher-order ops in it."""
 
     def __init__(
-        self, graph: Graph, ambient: bool, policy: Policy, scope: Scope | None, holds: Set[Node], given: Set[Node]
-    ) -> None:
+        self, graph: Graph, origins: Origins, ambient: bool, policy: Policy, scope: Scope | None,
+        holds: Set[Node], given: Set[Node],
+    ) -> None:  # fmt: skip
+        self.origins = origins
+        self.by_meta = {id(n.meta): n for n in graph.nodes}  # Dynamo shares that of a value with an input of a body
         self.ambient, self.policy, self.scope, self.infer = ambient, policy, scope, Inference()
         self.holds, self.given = holds, given
         # If a model holds or receives low tensors, a low dtype comes from these, not from results of autocast.
@@ -131,32 +138,43 @@ class _Description:
     def of(self, gm: GraphModule, *, call: Node | None = None) -> None:
         """Describe one graph, in place: the whole, or the body of the call of a higher-order op."""
         nodes, held, inside = list(gm.graph.nodes), dict[Node, Any](), call is not None
-        describe_regions(nodes, None if call is None else note_of(call).region)
-        regions = {r for n in nodes if (r := note_of(n).region) is not None and r[1]}
+        for node, region in regions_of(nodes, None if call is None else self.origins[call].region).items():
+            self.origins.add(node, region=region)
+        regions = {r for n in nodes if (r := self.origins[n].region) is not None and r[1]}
         self.by_regions |= {*map(_low_of, regions)} & {*LOW_DTYPES}
         for node in nodes:
             _as_cast(node)
             if inside and node.op == "placeholder":
-                node.meta = dict(node.meta)  # copied, since Dynamo shares it with the outer value
-                if call is not None and _detaches(call):
-                    note(node, role=note_of(node).role or "leaf")
-            _describe_origin(node, self.scope)
+                self._enter(node, call)
+            _describe_place(node, self.scope)
             body = attribute_of(gm, str(node.target)) if node.op == "get_attr" else None
             if isinstance(body, GraphModule) and not all(map(self._runs_under_autocast, node.users)):
                 self.of(body, call=next(iter(node.users)))
             if ops.name(node) == "to":
-                note(node, cast="literal" if _is_method(node) else "autocast" if self.ambient else "baked")
+                self.origins.add(node, cast="literal" if _is_method(node) else "autocast" if self.ambient else "baked")
         for node in nodes:
             value = pytree.tree_map(without_transforms, node.meta.get("example_value", node.meta.get("val")))
             if value is not None:
                 node.meta["val"] = value = self._described(node, value, held, inside)
                 held[node] = dtypes_of(value)
+        for node in nodes:
+            self.origins.setdefault(node, Origin())
         if self.ambient and (self.makes_low or self.by_regions) and not inside:
             self._decide_own(gm)
+
+    def _enter(self, place: Node, call: Node | None) -> None:
+        """Give an input of a body a meta of its own, and the origin of the outer value that it shared its meta with."""
+        outer = self.by_meta.get(id(place.meta))
+        place.meta = dict(place.meta)
+        if outer is not None:
+            self.origins[place] = self.origins[outer]
+        if call is not None and _detaches(call):
+            self.origins.add(place, role=self.origins[place].role or "leaf")
 
     def _decide_own(self, gm: GraphModule) -> None:
         """Decide which dtypes values have in the model itself, and log where that of an output is a guess."""
         bodies = bodies_of(gm.graph, functools.partial(attribute_of, gm))
+        bodies = {n: inside for n, inside in bodies.items() if not self.origins[n].under_autocast}
 
         def decided(doubtful: Set[Node], guesses: bool) -> dict[Node, Any]:
             infer, holds, given = self._in_the_model, self.holds, self.given
@@ -179,7 +197,7 @@ class _Description:
 
         Raises where the op rejects these dtypes.
         """
-        region = note_of(node).region
+        region = self.origins[node].region
         if region is None or not region[1]:
             refuse_mixed(node, dtype_of)
             return self.infer(node, dtype_of)
@@ -193,7 +211,7 @@ class _Description:
         if call and is_floating(dtypes_of(value)):
             self._describe_cast(node, held)
         if call and self._runs_under_autocast(node):
-            note(node, autocast=dtypes_of(value), under_autocast=_is_opaque(node))
+            self.origins.add(node, autocast=dtypes_of(value), under_autocast=_is_opaque(node))
         if self.ambient and call:
             return retyped(value, self._inferred(node, value, held))
         if self.ambient and inside and node.op == "placeholder":
@@ -234,20 +252,23 @@ class _Description:
             return
         if given in self.authors or (given in self.by_regions and not fp32):
             self.doubtful.add(node)
-            note(node, read=given if ops.name(node) == "to" else None)
+            self.origins.add(node, read=given if ops.name(node) == "to" else None)
             return
         row, operand, read = row_of(node), next((o.node for o in ops.operands(node)), None), None if fp32 else given
         if ops.name(node) == "to":
             _settle(node, torch.float32)
-            note(node, cast="baked" if fp32 else "autocast", read=read)
+            self.origins.add(node, cast="baked" if fp32 else "autocast", read=read)
         elif (row.converts_first or row.never_narrows) and operand is not None and is_floating(held.get(operand)):
+            # Autocast's lists do not apply to a call that names its dtype.
+            self.origins.add(node, dtype_argument=given)
             cast = _without_read(node, operand)
             cast.meta["val"] = retyped(operand.meta["val"], torch.float32)
             held[cast] = torch.float32
-            note(cast, cast="baked" if fp32 else "autocast", read=read)
+            meaning: CastMeaning = "baked" if fp32 else "autocast"
+            self.origins[cast] = Origin(region=self.origins[node].region, cast=meaning, read=read)
         else:  # a factory: numbers that it makes in FP32 and casts may be others
             _settle(node, torch.float32)
-            note(node, read=read)
+            self.origins.add(node, read=read)
 
     def _is_fp32(self, node: Node) -> bool:
         """Say whether a node is in a place where nothing may be low."""
@@ -296,7 +317,7 @@ def _is_method(node: Node) -> bool:
     return node.op == "call_method" and str(node.target) in ops.CAST_METHODS
 
 
-def _describe_origin(node: Node, scope: Scope | None) -> None:
+def _describe_place(node: Node, scope: Scope | None) -> None:
     """Write module paths in the form `blocks.0.attn`, and that of the root as ""."""
     if scope is not None:
         node.meta["nn_module_stack"] = scope.stack(node)
@@ -304,8 +325,8 @@ def _describe_origin(node: Node, scope: Scope | None) -> None:
         node.meta["nn_module_stack"] = {k: (_ROOT.sub("", path), kind) for k, (path, kind) in stack.items()}
 
 
-def _note_fused(graph: Graph, model: nn.Module) -> None:
-    """Note on each call whether eager evaluation without gradients runs it inside the fused kernel of an attention.
+def _add_fused(graph: Graph, origins: Origins, model: nn.Module) -> None:
+    """Say of each call whether eager evaluation without gradients runs it inside the fused kernel of an attention.
 
     The kernel rounds in other places, so those ops may differ from what the model gives under autocast. What makes
     torch choose it is read off the module; masks and inputs, on which it also depends, are not looked at. The fused
@@ -318,7 +339,7 @@ def _note_fused(graph: Graph, model: nn.Module) -> None:
     for node in graph.nodes if fused else ():
         stack = node.meta.get("nn_module_stack", {}).values()
         if node.op.startswith("call") and any(path in fused for path, _ in stack):
-            note(node, fused=True)
+            origins.add(node, fused=True)
 
 
 def _may_be_fused(attention: nn.MultiheadAttention) -> bool:
@@ -335,8 +356,9 @@ def _low_of(region: Region) -> torch.dtype:
     return dtype or torch.get_autocast_dtype(device)
 
 
-def describe_regions(nodes: Iterable[Node], outside: Region | None) -> None:
-    """Note on each call the innermost autocast region that it lies in; the graph itself lies in `outside`."""
+def regions_of(nodes: Iterable[Node], outside: Region | None) -> dict[Node, Region]:
+    """Return the innermost autocast region that each call in one lies in; the graph itself lies in `outside`."""
+    out: dict[Node, Region] = {}
     regions: list[tuple[Node | None, Region]] = [] if outside is None else [(None, outside)]
     for node in nodes:
         if node.target is enter_autocast:
@@ -346,7 +368,8 @@ def describe_regions(nodes: Iterable[Node], outside: Region | None) -> None:
         elif node.target is exit_autocast:
             regions = [r for r in regions if r[0] is not node.args[0]]
         elif regions and node.op.startswith("call"):
-            note(node, region=regions[-1][1])
+            out[node] = regions[-1][1]
+    return out
 
 
 def _settle(node: Node, dtype: torch.dtype | None) -> None:
@@ -360,12 +383,11 @@ def _without_read(node: Node, operand: Node) -> Node:
 
     Before: softmax(x, 1, dtype=bfloat16)        After: softmax(to(x, float32), 1)
     """
-    note(node, dtype_argument=literal_dtype(node))  # autocast's lists do not apply to a call that names its dtype
     _settle(node, None)
     with node.graph.inserting_before(node):
         cast = node.graph.call_method("to", (operand, torch.float32))
     node.replace_input_with(operand, cast)
-    cast.meta = origin(node)
+    cast.meta = provenance(node)
     return cast
 
 

@@ -43,19 +43,22 @@ from passes.contract.errors import CaptureError, PlanError, in_short
 from passes.contract.plan import Plan
 from passes.contract.plan_format import REMEDY
 from passes.contract.policy import Policy
-from passes.graph.bodies import copy_body, put_in_place
+from passes.graph.bodies import origins_of
 from passes.graph.grad import SWITCHES
-from passes.graph.notes import is_inserted, note, note_of
+from passes.graph.notes import is_inserted
+from passes.graph.origin import Origin
 from passes.graph.recurrence import fakes_of_one_step
+from passes.legalize.inline import copy_body, put_in_place
 from passes.ops import ops
 from passes.ops.rules import row_of
 from passes.runtime.regions import grad_mode
 from passes.runtime.sizes import check_sizes
 
-from .capture_jit import attribute_of, describe_regions
+from .capture_jit import attribute_of, regions_of
 from .compiled import copied
 from .emitted import Emitted, is_writable, with_record
 from .inputs import Inputs, resolve
+from .origins import Origins
 from .parameters import opaque_parameters, refuse_low_parameters
 
 
@@ -81,10 +84,11 @@ def convert_given(
     settled = resolve(policy, made, inputs)
     named = dict(made.named_parameters())
     notes = (*refuse_low_parameters(named.items(), made.training), *opaque_parameters(named.items()))
+    attribute = functools.partial(attribute_of, made)
+    origins = _origins(made.graph, attribute)
     plan = compile_graph(
-        made.graph, settled, functools.partial(attribute_of, made), capture="graph", notes=notes, plan=replayed,
-        costs=costs,
-    )  # fmt: skip
+        made.graph, settled, attribute, origins, capture="graph", notes=notes, plan=replayed, costs=costs
+    )
     if isinstance(given, ExportedProgram):
         _check_sizes_first(made, given)
     made.delete_all_unused_submodules()
@@ -139,8 +143,15 @@ def _copied(given: GraphModule | ExportedProgram) -> GraphModule:
         if "val" in like.meta:
             node.meta["val"] = pytree.tree_map(without_transforms, like.meta["val"])
     inline_regions(made)
-    describe_regions(list(made.graph.nodes), None)
     return made
+
+
+def _origins(graph: Graph, attribute: Callable[[str], Any]) -> Mapping[Node, Origin]:
+    """Return what is known of the nodes of a graph: the regions of autocast, and what an earlier conversion knew."""
+    origins = Origins(origins_of(graph, attribute))
+    for node, region in regions_of(graph.nodes, None).items():
+        origins.add(node, region=region)
+    return origins
 
 
 def _refuse_unwritable(given: ExportedProgram) -> None:
@@ -155,8 +166,6 @@ def _refuse_unwritable(given: ExportedProgram) -> None:
 
 def inline_regions(gm: GraphModule) -> None:
     """Replace the exporter's grad-mode and autocast regions by their bodies, each between two switches of the mode.
-
-    The settings of an autocast region are also noted on its nodes, since the colours replace its switches.
 
     Before: wrap_with_set_grad_enabled(False, body, x)
     After:  a = grad_mode(); set_grad(False); ...; set_grad(a)
@@ -173,21 +182,16 @@ def _inline(gm: GraphModule, node: Node) -> list[Node]:
     settings, holder, operands = node.args[:at], node.args[at], list(node.args[at + 1 :])
     assert isinstance(holder, Node)
     body: GraphModule = attribute_of(gm, str(holder.target))
-    region = note_of(node).region
     leave: Callable[..., Any]
     with gm.graph.inserting_before(node):
         if row_of(node).switches == "grad":
             leave, entered = SET_GRAD, gm.graph.call_function(grad_mode)
             gm.graph.call_function(SET_GRAD, settings)
         else:
-            device, dtype, enabled, cached = settings
-            region = (str(device), bool(enabled), dtype, cached is not False)  # type: ignore[assignment]
             leave, entered = exit_autocast, gm.graph.call_function(enter_autocast, settings)
         copied, result = copy_body(gm.graph, body.graph, operands)
         gm.graph.call_function(leave, (entered,))
     for new in copied:
-        if region is not None and note_of(new).region is None:
-            note(new, region=region)
         if new.op == "get_attr":
             new.target = _held(gm, f"{holder.name}_{new.target}", attribute_of(body, str(new.target)))
     put_in_place(gm.graph, node, result)
@@ -245,13 +249,12 @@ class _Through(Tracer):
 def _inline_modules(made: GraphModule) -> None:
     """Replace calls of modules of torch.nn by the functions that they call, in place.
 
-    A module that cannot be traced, such as an LSTM, stays whole, in its original dtypes.
+    A module that cannot be traced, such as an LSTM, stays whole.
     """
     for node in made.graph.find_nodes(op="call_module"):
         path, module = str(node.target), made.get_submodule(str(node.target))
         stack = {**(node.meta.get("nn_module_stack") or {}), path: (path, type(module))}
         node.meta["nn_module_stack"] = stack
-        note(node, leaf=type(module).__name__)
         bound = inspect.signature(module.forward).bind(*node.args, **node.kwargs)
         bound.apply_defaults()
         operands = bound.arguments

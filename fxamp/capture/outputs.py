@@ -16,10 +16,10 @@ from torch.fx import Graph
 from torch.utils.weak import WeakIdKeyDictionary
 
 from passes._torch import pytree
-from passes.graph.notes import note
 from passes.graph.values import LOW_DTYPES
 
 from ..trust.tensors import held
+from .origins import Origins
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def leaving(value: Any) -> Any:
     return value
 
 
-def note_leaving(graph: Graph) -> bool:
+def note_leaving(graph: Graph, origins: Origins) -> bool:
     """Note which values that a graph makes leave the model, in the place of the calls that say so; say if any does.
 
     A value that it was given, after a break, is left to `restored`: the graph may be called with another one.
@@ -53,7 +53,7 @@ def note_leaving(graph: Graph) -> bool:
     for node in calls:
         value: Any = node.args[0]
         if value.op != "placeholder":
-            note(value, leaves=True)
+            origins.add(value, leaves=True)
         node.replace_all_uses_with(value)
         graph.erase_node(node)
     return bool(calls)

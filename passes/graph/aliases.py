@@ -44,10 +44,9 @@ def out_operands(node: Node) -> list[Node]:
 def may_write(node: Node) -> list[Node]:
     """Return the operands that a call writes to, or may write to: all that a function or module outside torch gets.
 
-    The bodies of higher-order ops and torch's own functions do not write to what they are given. Of a function whose
-    calls capture has watched, what it writes is known.
+    The bodies of higher-order ops and torch's own functions do not write to what they are given.
     """
-    outside = not ops.name(node).startswith(("higher_order::", "torch.")) and note_of(node).writes is None
+    outside = not ops.name(node).startswith(("higher_order::", "torch."))
     return node.all_input_nodes if outside and is_opaque(node) else mutated_operands(node)
 
 
@@ -57,7 +56,6 @@ def mutated_operands(node: Node) -> list[Node]:
     if not name:
         return []
     written = {"out"} if "out" in node.kwargs else set()
-    written |= {f"arg{len(node.args) + i}" for i in note_of(node).writes or ()}
     for schema in _schemas(node.target):
         for i, a in enumerate(schema.arguments):
             if a.alias_info is not None and a.alias_info.is_write:

@@ -1,4 +1,4 @@
-"""Graphs inside a graph: the bodies of higher-order ops, the dtypes at their border, and a copy where a call stood.
+"""Graphs inside a graph: the bodies of higher-order ops, and the dtypes at their border.
 
 A body that is called in one place, like that of `checkpoint`, is *entered*: its inputs have the dtypes of the operands
 of the call, and its outputs whatever dtypes result. The bodies of `cond`, `while_loop`, `scan` and `map`, and one that
@@ -13,17 +13,17 @@ After:  the same call                                   body: linear(to(x, bfloa
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch.fx import Graph, GraphModule, Node
 
 from .._torch import pytree
 from ..ops.rules import Rule, row_of
 from .aliases import mutated_operands
-from .notes import note, note_of
+from .notes import note_of
+from .origin import Origin
 from .values import Dtypes, ValueDtype
 
 
@@ -94,8 +94,6 @@ def bodies_of(graph: Graph, attribute: Callable[[str], Any]) -> dict[Node, list[
         if not modules or note_of(node).under_autocast:
             continue
         first = row.operands_at if _is_entered(node, row, modules) else None
-        if not any(_writes_or_returns_input(m.graph) for m in modules.values()):
-            note(node, pure=True)  # neither an alias nor a write: see `aliases.is_opaque`
         bodies[node] = [Body(modules[a], first) for a in read if a in modules]
     return bodies
 
@@ -103,6 +101,11 @@ def bodies_of(graph: Graph, attribute: Callable[[str], Any]) -> dict[Node, list[
 def all_graphs(graph: Graph, bodies: dict[Node, list[Body]]) -> list[Graph]:
     """Return a graph and all graphs inside it, at any depth."""
     return [graph, *(g for inside in bodies.values() for b in inside for g in all_graphs(b.graph, b.bodies()))]
+
+
+def origins_of(graph: Graph, attribute: Callable[[str], Any]) -> dict[Node, Origin]:
+    """Return the origins in a graph and those inside it, of which only what is noted on the nodes already is known."""
+    return {node: note_of(node) for part in all_graphs(graph, bodies_of(graph, attribute)) for node in part.nodes}
 
 
 def _is_entered(node: Node, row: Rule, modules: dict[Node, GraphModule]) -> bool:
@@ -114,30 +117,11 @@ def _is_entered(node: Node, row: Rule, modules: dict[Node, GraphModule]) -> bool
     return readers == 1 and len(module.graph.find_nodes(op="placeholder")) == len(node.args) - row.operands_at
 
 
+def is_pure(bodies: Iterable[Body]) -> bool:
+    """Say whether none of these graphs writes to its inputs or returns one; its call then aliases no operand."""
+    return not any(_writes_or_returns_input(body.graph) for body in bodies)
+
+
 def _writes_or_returns_input(graph: Graph) -> bool:
     outputs: Any = graph.output_node().all_input_nodes
     return any(mutated_operands(n) for n in graph.nodes) or any(n.op == "placeholder" for n in outputs)
-
-
-def copy_body(graph: Graph, body: Graph, operands: list[Any]) -> tuple[list[Node], Any]:
-    """Copy a body to the insertion point of a graph, with these operands; return the new nodes and the results."""
-    copied: dict[Any, Any] = dict(zip((n for n in body.nodes if n.op == "placeholder"), operands, strict=True))
-    new = []
-    for inner in body.nodes:
-        if inner.op not in ("placeholder", "output"):
-            copied[inner] = graph.node_copy(inner, copied.__getitem__)
-            new.append(copied[inner])
-    return new, torch.fx.map_arg(body.output_node().args[0], copied.__getitem__)
-
-
-def put_in_place(graph: Graph, node: Node, result: Any) -> None:
-    """Replace a node by new values for all its readers, item by item if there are several."""
-    if isinstance(result, Node):
-        before = note_of(node)
-        if before.leaves or before.low_of_its_own:
-            note(result, leaves=before.leaves, leaves_as=before.leaves_as, low_of_its_own=before.low_of_its_own)
-        node.replace_all_uses_with(result)
-    elif isinstance(result, (tuple, list)):
-        for item in list(node.users):
-            put_in_place(graph, item, result[item.args[1]])  # type: ignore[index]
-    graph.erase_node(node)

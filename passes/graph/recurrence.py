@@ -28,8 +28,8 @@ _OVERLOADS = tuple(
 
 
 def first_step(x: Tensor, batch_first: bool) -> Tensor:
-    """Return the first time step of an input: [1, batch, features] of [steps, batch, features]."""
-    return x.narrow(1 if batch_first else 0, 0, 1)
+    """Return the first time step of an input, [1, batch, features] of [steps, batch, features], or without a batch."""
+    return x.narrow(1 if batch_first and x.dim() == 3 else 0, 0, 1)
 
 
 def fakes_of_one_step() -> contextlib.AbstractContextManager[None]:

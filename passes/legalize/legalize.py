@@ -20,13 +20,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from .._torch import FakeTensor, OpOverload, enter_autocast, exit_autocast, is_composite, quiet_fakes
 from ..contract.policy import Policy, op_override
 from ..form import Ensures, Unit
-from ..graph.bodies import copy_body, put_in_place
-from ..graph.notes import CAST_NORM, DECOMPOSE, SPLIT_LOSS, move_to, note, note_buffers, origin
+from ..graph.notes import CAST_NORM, DECOMPOSE, SPLIT_LOSS, move_to, note, provenance
 from ..graph.values import LOW_DTYPES, dtypes_of, keys, retyped, run
 from ..ops import ops
 from ..ops.facts import REDUCTIONS, rule_of
 from ..ops.numbers import constant_of, equals
 from ..ops.rules import COMPOSITE, row_of
+from .inline import copy_body, put_in_place
+from .layers import open_layers
 
 logger = logging.getLogger("fxamp")
 aten = torch.ops.aten
@@ -43,20 +44,19 @@ class Legalize:
     policy: Policy
 
     def __call__(self, unit: Unit) -> dict[str, int]:
-        """Make the rewrites in this order, since one prepares for the next; note buffers."""
+        """Make the rewrites in this order, since one prepares for the next."""
         graph, policy = unit.graph, self.policy
         named = keys(graph.nodes) if policy.ops else {}  # what the policy overrides by name stays whole
         whole = {n for n in named if op_override(policy, ops.name(n)) or op_override(policy, named[n])}
-        edits = {
+        return {
             "number": fold_numbers(graph),
             "switch": drop_autocast_switches(graph),
             "field": index_fields(graph),
+            "layer": open_layers(graph, unit.attribute, whole),
             "norm": cast_before_norms(graph),
             "loss": split_losses(graph, whole) if policy.level.keeps_sums_fp32 else 0,
             "composite": decompose_composites(graph, *unit.target, whole),
         }
-        note_buffers(graph, unit.attribute)
-        return edits
 
 
 def drop_autocast_switches(graph: Graph) -> int:
@@ -123,7 +123,7 @@ def cast_before_norms(graph: Graph) -> int:
         value: Any = node.args[0] if node.args else next(ops.operands(node)).node
         with graph.inserting_before(node):
             cast = graph.call_method("to", (value, dtype))
-        cast.meta = origin(node)
+        cast.meta = provenance(node)
         note(cast, made_by=CAST_NORM)
         if isinstance(gives := dtypes_of(node.meta.get("val")), torch.dtype):
             cast.meta["val"] = retyped(value.meta.get("val"), gives)
@@ -181,7 +181,7 @@ def _split(graph: Graph, node: Node) -> None:
     def call(op: Any, *args: Any, **kwargs: Any) -> Node:
         with graph.inserting_before(node):
             part = graph.call_function(op, args, kwargs)
-        part.meta = origin(node)
+        part.meta = provenance(node)
         note(part, made_by=SPLIT_LOSS)
         values, named = torch.fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         with logits.meta["val"].fake_mode, torch.no_grad():

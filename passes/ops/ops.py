@@ -83,6 +83,7 @@ _PRIMS = {
 _FUNCTIONS: dict[Any, str] = {
     F.cross_entropy: "cross_entropy_loss", F.grid_sample: "grid_sampler", F.affine_grid: "affine_grid_generator",
     F.unfold: "im2col", F.fold: "col2im", F.threshold: "threshold", casts.again: "to", rnn.lstm: "lstm", rnn.rnn: "rnn",
+    rnn.gru: "gru",
     abs: "abs", pow: "pow", round: "round", getattr: "getattr", _torch.DATA_OF: "detach", _torch.TENSOR_OF: "tensor",
     regions.recompute: "higher_order::tag_activation_checkpoint",
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""`nn.LSTM` and `nn.RNN` as functions of their weights, so that a symbolic graph can cast each weight.
+"""`nn.LSTM`, `nn.GRU` and `nn.RNN` as functions of their weights, so that a symbolic graph can cast each weight.
 
 The batch and the initial state are read from the input when the graph runs, as the modules do.
 
@@ -7,7 +7,7 @@ Before: rnn = nn.LSTM(8, 16); rnn(x)                      After: lstm(x, None, [
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,11 +40,28 @@ def rnn(
     dropout: float, training: bool, bidirectional: bool, batch_first: bool, nonlinearity: str,
 ) -> Any:  # fmt: skip
     """Run an Elman RNN. Returns (output, h_n), shapes as `torch.nn.RNN` gives them."""
-    count = layers * (2 if bidirectional else 1)
-    steps, sizes, batch = _steps(x, batch_first)
-    state = _state(hx, x, steps, (count, batch, weights[0].shape[0]))
-    config = (bias, layers, dropout, training, bidirectional)
     kernel = VF.rnn_tanh if nonlinearity == "tanh" else VF.rnn_relu
+    config = (bias, layers, dropout, training, bidirectional)
+    return _by(kernel, x, hx, weights, weights[0].shape[0], config, batch_first)
+
+
+def gru(
+    x: Tensor | PackedSequence, hx: Tensor | None, weights: list[Tensor], bias: bool, layers: int,
+    dropout: float, training: bool, bidirectional: bool, batch_first: bool,
+) -> Any:  # fmt: skip
+    """Run a GRU. Returns (output, h_n), shapes as `torch.nn.GRU` gives them."""
+    config = (bias, layers, dropout, training, bidirectional)
+    return _by(VF.gru, x, hx, weights, weights[0].shape[0] // 3, config, batch_first)
+
+
+def _by(
+    kernel: Callable[..., Any], x: Tensor | PackedSequence, hx: Tensor | None, weights: list[Tensor], hidden: int,
+    config: tuple[Any, ...], batch_first: bool,
+) -> Any:  # fmt: skip
+    """Run a layer that has one state."""
+    _, layers, _, _, bidirectional = config
+    steps, sizes, batch = _steps(x, batch_first)
+    state = _state(hx, x, steps, (layers * (2 if bidirectional else 1), batch, hidden))
     if sizes is None:
         out, h = kernel(steps, state, weights, *config, batch_first)
     else:

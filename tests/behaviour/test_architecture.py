@@ -34,17 +34,18 @@ ARROWS = {
     "passes.assign.colour": "._torch .contract .form .graph .ops",
     "passes.assign.place": "._torch .assign.colour .contract .form .graph .ops",
     "passes.casts": "._torch .contract .form .graph .ops .runtime",
-    "passes.legalize": "._torch .contract .form .graph .ops",
+    "passes.legalize": "._torch .contract .form .graph .ops .runtime",
     "passes.assign": ".assign.colour .assign.place .contract .form .graph .ops",
     "passes.watch": ".casts .form .ops",
     "passes.pipeline": ".assign .casts .contract .form .graph .legalize .ops .runtime .watch",
-    "passes": ".assign.place .pipeline .watch",
+    "passes": ".assign.place .graph .pipeline .watch",
     "fxamp.guard": "",
     "fxamp.module": "passes.contract",
     "fxamp.trust": "passes passes._torch passes.contract passes.graph passes.ops",
     "fxamp.report.record": ".trust passes._torch passes.contract passes.graph passes.ops passes.runtime",
     "fxamp.capture": (
-        ".report.record .trust passes passes._torch passes.contract passes.graph passes.ops passes.runtime"
+        ".report.record .trust passes passes._torch passes.contract passes.graph passes.legalize passes.ops "
+        "passes.runtime"
     ),
     "fxamp.report.forms": ".report.record passes.contract",
     "fxamp.view": ".capture .trust passes._torch passes.contract passes.graph passes.ops passes.runtime",
@@ -91,8 +92,9 @@ ARROWS = {
     ),
     "fxamp.__main__": ".cli",
 }
-# What of the compiler anyone may use. The others are its passes, which only its entrance reaches.
-OPEN = {"passes", "passes._torch", "passes.contract", "passes.graph", "passes.ops", "passes.runtime"}
+# What of the compiler anyone may use; of legalization, how a graph is put where its call stood, as front ends do too.
+# The others are its passes, which only its entrance reaches.
+OPEN = {"passes", "passes._torch", "passes.contract", "passes.graph", "passes.legalize", "passes.ops", "passes.runtime"}
 # Packages whose `__init__` holds more than its docstring: what a user imports, and what saved modules name; and the
 # command, which filters a warning of torch's before it imports torch.
 WITH_NAMES = {"passes", "fxamp", "fxamp.cli", "fxamp.report.page"}

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from fxamp.capture.capture_jit import attribute_of
-from passes import compile_graph
 from passes.assign.assign_precision import AssignPrecision
 from passes.casts.eliminate_casts import EliminateCasts
 from passes.casts.insert_casts import InsertCasts
@@ -26,7 +25,7 @@ from passes.form import Assignment, Unit
 from passes.graph.notes import is_inserted
 from passes.graph.values import LOW_DTYPES, no_autocast
 from passes.ops import ops
-from tests.support.graphs import random_graph, random_inputs, residual_chain, run, storages, unit_of
+from tests.support.graphs import compile_plain, random_graph, random_inputs, residual_chain, run, storages, unit_of
 from tests.support.helpers import in_turns
 
 SEEDS = range(60)
@@ -49,7 +48,7 @@ def compiled(gm: GraphModule, level: str) -> tuple[GraphModule, Plan]:
     """Return a compiled copy of a graph and its plan."""
     new = copy.deepcopy(gm)
     policy = Policy(level, dtype=torch.bfloat16, device="cpu")
-    plan = compile_graph(new.graph, policy, functools.partial(attribute_of, new), capture="graph")
+    plan = compile_plain(new, policy)
     new.recompile()
     return new, plan
 
@@ -155,7 +154,7 @@ def test_o2_is_finite_where_fp32_is_and_within_four_times_autocasts_distance(see
     original = drawn(seed)
     new = copy.deepcopy(original)
     policy = Policy("O2", dtype=low, device="cpu")
-    compile_graph(new.graph, policy, functools.partial(attribute_of, new), capture="graph")
+    compile_plain(new, policy)
     new.recompile()
     exact = copy.deepcopy(original).double()
     truth = _draw(exact, [x.double() for x in random_inputs(original)])
@@ -194,9 +193,7 @@ def _seconds_per_node(nodes: int) -> float:
     gm = residual_chain(nodes)
     count = len(gm.graph.nodes)
     start = time.process_time()
-    compile_graph(
-        gm.graph, Policy("O1", dtype=torch.bfloat16, device="cpu"), functools.partial(attribute_of, gm), capture="graph"
-    )
+    compile_plain(gm, Policy("O1", dtype=torch.bfloat16, device="cpu"))
     return (time.process_time() - start) / count
 
 

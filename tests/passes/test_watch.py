@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule
 
 from fxamp.capture.capture_jit import attribute_of
-from passes import NAMES, ByteCosts, Pipeline, Printed, Timed, compile_graph, watched
+from passes import NAMES, ByteCosts, Pipeline, Printed, Timed, watched
 from passes.assign.assign_precision import AssignPrecision
 from passes.contract.errors import PolicyError, VerificationError
 from passes.contract.plan import Plan
@@ -22,7 +22,7 @@ from passes.contract.policy import Policy, Target
 from passes.form import Ensures, Unit
 from passes.pipeline import _run
 from passes.watch import Watcher
-from tests.support.graphs import parse
+from tests.support.graphs import compile_plain, parse
 
 POLICY = Policy("O1", dtype="bf16", device="cpu")
 TEXT = """
@@ -38,7 +38,7 @@ TEXT = """
 
 def compiled(policy: Policy = POLICY) -> tuple[GraphModule, Plan]:
     gm = parse(TEXT)
-    return gm, compile_graph(gm.graph, policy, functools.partial(attribute_of, gm), capture="graph")
+    return gm, compile_plain(gm, policy)
 
 
 def test_a_pass_is_its_configuration() -> None:
@@ -163,12 +163,12 @@ def test_a_pass_that_decides_nothing_is_no_decision() -> None:
     gm = parse(TEXT)
     pipeline = dataclasses.replace(Pipeline.of(POLICY), decide=Pipeline.of(POLICY).prepare[0])
     with pytest.raises(PolicyError, match="nothing is decided on this graph: the pass `decide` of a pipeline"):
-        compile_graph(gm.graph, POLICY, gm.get_parameter, pipeline=pipeline)
+        compile_plain(gm, POLICY, pipeline=pipeline)
 
 
 def test_a_pipeline_has_the_plan_and_the_costs_that_it_was_made_with() -> None:
     gm, costs = parse(TEXT), ByteCosts("cpu")
     with pytest.raises(PolicyError, match="give them to Pipeline"):
-        compile_graph(gm.graph, POLICY, gm.get_parameter, pipeline=Pipeline.of(POLICY), costs=costs)
-    made = compile_graph(gm.graph, POLICY, gm.get_parameter, pipeline=Pipeline.of(POLICY, costs=costs), capture="graph")
+        compile_plain(gm, POLICY, pipeline=Pipeline.of(POLICY), costs=costs)
+    made = compile_plain(gm, POLICY, pipeline=Pipeline.of(POLICY, costs=costs))
     assert made == compiled()[1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import fxamp
-from fxamp.capture.capture_jit import attribute_of
-from passes import compile_graph
 from passes.contract.policy import Policy
+from tests.support.graphs import compile_plain
 
 Door = Callable[[nn.Module, tuple[Tensor, ...], str], Callable[..., Any]]
 
@@ -50,7 +48,7 @@ def by_exported_program(model: nn.Module, args: tuple[Tensor, ...], policy: str)
 def by_compile_graph(model: nn.Module, args: tuple[Tensor, ...], policy: str) -> Callable[..., Any]:
     module = plain_graph(model, args)
     chosen = replace(Policy.parse(policy), device="cpu")
-    compile_graph(module.graph, chosen, functools.partial(attribute_of, module))
+    compile_plain(module, chosen)
     module.recompile()
     return lambda *inputs: module(*inputs)[0]
 

@@ -15,6 +15,7 @@ the others are computed, and writing computes them anew.
 from __future__ import annotations
 
 import copy
+import functools
 import operator
 import random
 import re
@@ -26,9 +27,13 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
+from fxamp.capture.capture_jit import attribute_of
+from passes import compile_graph
 from passes._torch import FakeTensorMode, pytree
-from passes.contract.policy import Target
+from passes.contract.plan import Plan
+from passes.contract.policy import Policy, Target
 from passes.form import Assignment, Unit
+from passes.graph.bodies import origins_of
 from passes.graph.notes import CAST_OPERAND, is_inserted, note
 from passes.graph.values import Inference, original_dtypes
 from passes.runtime.casts import CAST
@@ -124,6 +129,12 @@ def _made(builder: Builder, name: str, text: str, known: dict[str, Any]) -> Node
     if isinstance(target, torch._ops.OpOverloadPacket):
         target = target.default
     return builder.call(target, *args, name=name, **kwargs)
+
+
+def compile_plain(gm: GraphModule, policy: Policy, **options: Any) -> Plan:
+    """Compile the graph of a module in place, of which its front end knows nothing but what is noted on it."""
+    attribute = functools.partial(attribute_of, gm)
+    return compile_graph(gm.graph, policy, attribute, origins_of(gm.graph, attribute), **options)
 
 
 def render(graph: Graph) -> str:

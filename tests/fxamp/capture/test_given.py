@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
-from torch.fx import GraphModule, symbolic_trace
+from torch.fx import GraphModule, Tracer, symbolic_trace
 
 import fxamp
 from passes._torch import pytree
 from passes.graph.notes import is_inserted
-from tests.support.front_ends import FRESH, under_autocast
-from tests.support.helpers import Layers, Two, assert_same, example, in_turns, saved
+from tests.support.front_ends import FRESH, assert_trains_as_autocast, equal, under_autocast
+from tests.support.helpers import Layers, Two, assert_same, autocast_runs_lstms, example, in_turns, saved
 
 pytestmark = [*FRESH, pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")]
 X = example()
@@ -310,6 +310,15 @@ def test_a_plan_is_replayed_and_is_that_of_the_view() -> None:
 
 # Symbolic traces.
 
+CELLS = ("lstm", "rnn_tanh")
+
+
+class Leaves(Tracer):
+    """Leaves whatever is a recurrent layer whole, also one of a class of the user's."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return isinstance(m, nn.RNNBase) or super().is_leaf_module(m, module_qualified_name)
+
 
 class Recurrent(nn.Module):
     def __init__(self, kind: Any) -> None:
@@ -321,21 +330,58 @@ class Recurrent(nn.Module):
         return self.out(self.cells(x)[0])
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_a_leaf_that_cannot_be_traced_stays_whole_in_its_dtypes(kind: Any) -> None:
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.RNN])
+def test_a_recurrent_layer_of_a_trace_is_decided_as_in_a_view(kind: Any) -> None:
     model, x = Recurrent(kind), torch.randn(4, 7, 6)
     trace = symbolic_trace(model)
     assert torch.equal(fxamp.convert(trace, (x,), policy="O0")(x), model(x))
+    for policy, colour in (("O1,dtype=bf16", "bfloat16"), ("O1,dtype=fp16,device=cuda", "float16")):
+        graph = fxamp.convert(trace, (x,), policy=policy)
+        decisions = [(d.key, d.colour) for d in fxamp.plan_of(graph).decisions]
+        view = fxamp.plan(model, (x,), policy=policy)
+        assert decisions == [(d.key, d.colour) for d in view.decisions if d.op in ("linear", *CELLS)]
+        assert [c for _, c in decisions] == [colour, colour]
+        assert graph.get_parameter("cells.weight_hh_l0") is model.cells.weight_hh_l0
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.RNN])
+def test_a_recurrent_layer_of_a_trace_gives_what_autocast_gives(kind: Any) -> None:
+    if kind is nn.LSTM and not autocast_runs_lstms():
+        pytest.skip("torch.autocast cannot train it on this CPU")
+    model, x = Recurrent(kind), torch.randn(4, 7, 6)
+    trace = symbolic_trace(model)
     graph = fxamp.convert(trace, (x,), policy="O1,dtype=bf16")
-    assert [(d.op, d.colour) for d in fxamp.plan_of(graph).decisions] == [
-        (f"module:{kind.__name__}", "float32"), ("linear", "bfloat16"),
-    ]  # fmt: skip
-    assert graph.get_submodule("cells") is model.cells
+    for value in (x, x[:2, :3]):  # of other sizes
+        assert_trains_as_autocast(graph, model, value)
+    for module in (copy.deepcopy(graph), pickle.loads(pickle.dumps(graph))):
+        assert equal(module(x), graph(x))
+    assert_trains_as_autocast(fxamp.convert(trace, (x[0],), policy="O1,dtype=bf16"), model, x[0])  # without a batch
+
+
+def test_a_recurrent_layer_that_autocast_takes_apart_stays_whole_and_is_named() -> None:
+    model, x = Recurrent(nn.GRU), torch.randn(4, 7, 6)
+    graph = fxamp.convert(symbolic_trace(model), (x,), policy="O1,dtype=bf16")
+    plan = fxamp.plan_of(graph)
+    assert [(d.op, d.colour) for d in plan.decisions] == [("gru", "float32"), ("linear", "bfloat16")]
+    assert [d.code for d in plan.deviations] == ["composite"]
     hidden = model.cells(x)[0]
     with torch.autocast("cpu", torch.bfloat16):
         expected = model.out(hidden).float()
     for module in (graph, copy.deepcopy(graph), pickle.loads(pickle.dumps(graph))):
         assert torch.equal(module(x), expected)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_recurrent_layer_with_a_hook_or_of_a_class_of_its_own_stays_whole(kind: Any) -> None:
+    x = torch.randn(4, 7, 6)
+    hooked, derived = Recurrent(kind), Recurrent(type("Derived", (kind,), {}))
+    hooked.cells.register_forward_hook(lambda *_: None)
+    for model in (hooked, derived):
+        tracer = Leaves()
+        trace = GraphModule(model, tracer.trace(model))
+        graph = fxamp.convert(trace, (x,), policy="O1,dtype=bf16")
+        assert [d.op for d in fxamp.plan_of(graph).decisions] == [f"module:{type(model.cells).__name__}", "linear"]
+        assert graph.get_submodule("cells") is model.cells
 
 
 def test_leaves_that_can_be_traced_are_coloured_inside_and_keep_their_paths() -> None:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import copy
-import functools
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from fxamp.capture.capture_jit import attribute_of
-from passes import compile_graph
 from passes.contract.errors import PlanError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy
-from tests.support.graphs import parse, random_graph
+from tests.support.graphs import compile_plain, parse, random_graph
 
 TEXT = """
     x: f32[2, 4]
@@ -32,7 +29,7 @@ def plan_for(text: str, plan: Plan | None = None, stack_trace: str = "") -> Plan
         node.meta["nn_module_stack"] = {"k": ("fc", nn.Linear)}
         node.meta["stack_trace"] = stack_trace
     policy = plan.policy if plan is not None else Policy("O1", dtype=torch.bfloat16, device="cpu")
-    return compile_graph(gm.graph, policy, gm.get_parameter, plan=plan, capture="graph")
+    return compile_plain(gm, policy, plan=plan)
 
 
 def test_a_plan_replays_to_itself() -> None:
@@ -45,10 +42,9 @@ def test_a_saved_plan_replays_to_the_same_graph(seed: int) -> None:
     original = random_graph(seed)
     first, second = copy.deepcopy(original), copy.deepcopy(original)
     policy = Policy("O2", dtype=torch.bfloat16, device="cpu")
-    plan = compile_graph(first.graph, policy, functools.partial(attribute_of, first), capture="graph")
+    plan = compile_plain(first, policy)
     loaded = Plan.from_json(plan.to_json())
-    find = functools.partial(attribute_of, second)
-    assert compile_graph(second.graph, loaded.policy, find, plan=loaded, capture="graph") == plan
+    assert compile_plain(second, loaded.policy, plan=loaded) == plan
     first.recompile()
     second.recompile()
     assert first.code == second.code

@@ -14,7 +14,9 @@ from torch.fx import GraphModule
 
 from fxamp.measure.counts import step_counts
 from passes.casts.eliminate_casts import EliminateCasts
-from passes.graph.notes import is_inserted, note_buffers
+from passes.graph.bodies import origins_of
+from passes.graph.notes import is_inserted
+from passes.legalize.origins import note_origins
 from tests.support.exported import graph_of, plan_of
 from tests.support.graphs import as_it_stands, assert_rewrites, assert_unchanged, parse, random_inputs, render, unit_of
 from tests.support.helpers import Two, example, in_turns
@@ -578,7 +580,7 @@ def test_casts_of_a_buffer_are_not_shared_where_only_those_of_weights_are() -> N
     text = TWO_LAYERS.replace("param", "buffer")
     for share, casts in (("weights", 2), ("always", 1)):
         gm = parse(text)
-        note_buffers(gm.graph, gm.get_buffer)
+        note_origins(gm.graph, gm.get_buffer, origins_of(gm.graph, gm.get_buffer))
         eliminate(gm, share)
         assert sum(is_inserted(n) for n in gm.graph.nodes) == casts
 

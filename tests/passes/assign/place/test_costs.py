@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.fx import Node
 
-from passes import ByteCosts, Frequencies, MeasuredCosts, Penalties, compile_graph
+from passes import ByteCosts, Frequencies, MeasuredCosts, Penalties
 from passes.assign.place.costs import PARTS, ROUND_TRIPS, round_trips
 from passes.contract.costs import Call, Candidate, CostModel, Filler, Net, Prices, Read, Run
 from passes.contract.devices import DEVICES
@@ -19,7 +19,7 @@ from passes.contract.plan import Plan
 from passes.contract.policy import Policy
 from passes.graph.grad import requires_grad
 from passes.graph.notes import note
-from tests.support.graphs import parse
+from tests.support.graphs import compile_plain, parse
 from tests.support.helpers import named
 
 LOW = torch.bfloat16
@@ -151,7 +151,7 @@ def test_a_filler_says_what_it_is() -> None:
 def compiled(times: Times | None, policy: Policy = MEASURED, text: str = TEXT, plan: Plan | None = None) -> Plan:
     gm = parse(text)
     costs = None if times is None else MeasuredCosts("cpu", times)
-    return compile_graph(gm.graph, policy, gm.get_parameter, plan=plan, costs=costs, capture="graph")
+    return compile_plain(gm, policy, plan=plan, costs=costs)
 
 
 SLOW = {"aten.linear.default(bfloat16": 1000, "aten.linear.default(float32": 1500, "aten.relu": 10}
@@ -221,7 +221,7 @@ O2 = Policy("O2", dtype=LOW, device="cpu")
 
 def colours(costs: CostModel | None) -> dict[str, str]:
     gm = parse(CHAIN)
-    plan = compile_graph(gm.graph, O2, gm.get_parameter, capture="graph", costs=costs)
+    plan = compile_plain(gm, O2, costs=costs)
     return {d.op: d.colour for d in plan.decisions}
 
 

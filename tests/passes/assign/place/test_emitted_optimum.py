@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import itertools
 import json
 import random
@@ -30,8 +29,6 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from fxamp.capture.capture_jit import attribute_of
-from passes import compile_graph
 from passes.assign.place import choose_storage as placing
 from passes.assign.place.costs import ByteCosts
 from passes.assign.place.cut import Problem, Variable, solve
@@ -45,7 +42,7 @@ from passes.ops import ops
 from passes.ops.facts import absorbs_cast
 from passes.ops.rules import row_of
 from passes.runtime.casts import again
-from tests.support.graphs import Builder
+from tests.support.graphs import Builder, compile_plain
 
 aten = torch.ops.aten
 MOST = 10  # free nodes of a graph, all of whose placements are emitted
@@ -165,7 +162,7 @@ def emit(gm: GraphModule, policy: Policy, side: frozenset[str] | None = None) ->
         return {v for v in problem.low if str(v) in side}
 
     with mock.patch.object(placing, "solve", given) if side is not None else mock.MagicMock():
-        compile_graph(made.graph, policy, functools.partial(attribute_of, made), capture="graph")
+        compile_plain(made, policy)
     return made
 
 

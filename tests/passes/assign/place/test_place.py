@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fxamp
 from fxamp.view.view import runner_of
-from passes import ByteCosts, Penalties, compile_graph
+from passes import ByteCosts, Penalties
 from passes.assign.place import choose_storage as placing
 from passes.contract.errors import VerificationError
 from passes.graph.notes import is_inserted, note
@@ -23,7 +23,7 @@ from tests.passes.assign.test_assign_precision import Net, decided, under_autoca
 from tests.support import front_ends
 from tests.support.exported import graph_of, plan_of, traced_of
 from tests.support.front_ends import FRONT_ENDS
-from tests.support.graphs import parse
+from tests.support.graphs import compile_plain, parse
 from tests.support.helpers import Layers, Two, example, in_turns
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
@@ -143,7 +143,7 @@ def test_the_authors_own_upcast_serves_the_output_too() -> None:
     )
     note(next(n for n in gm.graph.nodes if n.name == "wide"), cast="literal")
     policy = fxamp.Policy("O1", dtype="bf16", device="cpu", share_casts="always")
-    compile_graph(gm.graph, policy, gm.get_parameter, capture="graph")
+    compile_plain(gm, policy)
     assert casts(gm) == ["x -> bfloat16"]
     assert [n.name for n in gm.graph.output_node().all_input_nodes] == ["wide", "loss"]
 
@@ -331,6 +331,6 @@ def test_a_parameter_that_two_nodes_read_is_cast_once_and_so_is_it_counted() -> 
         b.args = (b.args[0], traced.graph.get_attr("gain"))
     b.args[1].meta.update(gain.meta)
     policy = fxamp.Policy("O2", dtype="bf16", device="cpu")
-    once, twice = (compile_graph(m.graph, policy, m.get_buffer, capture="graph") for m in (gm, traced))
+    once, twice = (compile_plain(m, policy) for m in (gm, traced))
     assert {d.colour for d in once.decisions} == {"bfloat16"}
     assert (twice.decisions, twice.casts) == (once.decisions, once.casts)
