@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import fakes_by
+from .._torch import fakes_by, own_schema
 from ..ops.rules import RULES
 
 # Of a sequence in one tensor, with weights that are tensors: those of a quantized layer are objects.
@@ -23,7 +23,7 @@ _OVERLOADS = tuple(
     overload
     for name, row in RULES.items()
     if row.recurrent
-    and str((overload := getattr(torch.ops.aten, name).input)._schema.arguments[2].type) == "List[Tensor]"
+    and str(own_schema(overload := getattr(torch.ops.aten, name).input).arguments[2].type) == "List[Tensor]"
 )
 
 

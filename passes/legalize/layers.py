@@ -37,7 +37,7 @@ def open_layers(graph: Graph, attribute: Callable[[str], Any], whole: Container[
         call = inspect.signature(layer.forward).bind(*node.args, **node.kwargs)
         call.apply_defaults()
         with graph.inserting_before(node):
-            weights = [_weight(graph, node, layer, name, mode) for names in layer._all_weights for name in names]
+            weights = [_weight(graph, node, layer, name, mode) for name, _ in layer.named_parameters()]
             opened = graph.call_function(_FUNCTIONS[type(layer)], (*call.args, weights, *_settings(layer)))
         opened.meta = {**provenance(node), "val": node.meta["val"]}
         note(opened, made_by=OPEN)
@@ -51,8 +51,9 @@ def _is_plain(layer: nn.Module) -> bool:
     """Say whether a call of a module runs nothing but the function of its type over its own parameters."""
     if type(layer) not in _FUNCTIONS or not runs_its_forward_alone(layer):
         return False
-    names = [name for of_layer in layer._all_weights for name in of_layer]  # type: ignore[union-attr]
-    return "forward" not in vars(layer) and all(layer._parameters.get(name) is not None for name in names)
+    directions = 2 if layer.bidirectional else 1
+    weights = len(layer.all_weights[0]) * layer.num_layers * directions
+    return "forward" not in vars(layer) and len(dict(layer.named_parameters())) == weights
 
 
 def _mode_of(node: Node) -> FakeTensorMode | None:
