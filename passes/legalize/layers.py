@@ -51,8 +51,8 @@ def _is_plain(layer: nn.Module) -> bool:
     """Say whether a call of a module runs nothing but the function of its type over its own parameters."""
     if type(layer) not in _FUNCTIONS or not runs_its_forward_alone(layer):
         return False
-    directions = 2 if layer.bidirectional else 1
-    weights = len(layer.all_weights[0]) * layer.num_layers * directions
+    recurrent: Any = layer
+    weights = sum(map(len, recurrent.all_weights))
     return "forward" not in vars(layer) and len(dict(layer.named_parameters())) == weights
 
 
