@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 from passes.contract.policy import dtype_name
 from passes.graph.notes import is_inserted
 from passes.graph.values import LOW_DTYPES
+from passes.ops.rules import row_named
 
 from ...capture import recompile_limit
 from ..watch import Place, Seen, Sum, Watch
@@ -149,7 +150,7 @@ def _planned_colours(place: Place, ledger: Ledger) -> set[str]:
     if place.kind == "node":
         decision = ledger.decisions.get(ledger.key(place.where))
         decisions = [] if decision is None else [decision]
-    colours = {d.colour for d in decisions if not d.op.startswith("higher_order::")}
+    colours = {d.colour for d in decisions if not row_named(d.op).higher_order}
     return colours if all(isinstance(getattr(torch, c, None), torch.dtype) for c in colours) else set()
 
 

@@ -355,7 +355,7 @@ def _runs_under_autocast(site: Site) -> bool:
     Graphs inside a higher-order op stay as they were captured; if the compiler rewrites them, no autocast may be on.
     """
     seen = note_of(site.node).autocast is not None
-    if ops.name(site.node).startswith("higher_order::"):
+    if site.row.higher_order:
         return seen and not site.row.known
     inside = note_of(site.node).made_by == DECOMPOSE and site.row.gives == "first"  # whose dtype is known
     return ops.operator_of(site.node) is not None and (seen or inside or site.kind != COMPOSITE)
