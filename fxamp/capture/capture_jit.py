@@ -235,7 +235,7 @@ class _Description:
 
         They reject operands of several dtypes, one of which may be low, and cannot run some ops at all.
         """
-        if ops.name(node).startswith("higher_order::"):
+        if row_of(node).higher_order:
             made = without_low(dtypes_of(value), {self.policy.dtype, *self.by_regions})
             return _named_in_body(node, made) or made
         try:

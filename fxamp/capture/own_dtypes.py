@@ -22,7 +22,7 @@ from torch.fx import Graph, Node
 
 from passes.graph.bodies import Body
 from passes.graph.values import LOW_DTYPES, dtypes_of, literal_dtype
-from passes.ops import ops
+from passes.ops.rules import row_of
 
 
 def own_dtypes(
@@ -105,7 +105,7 @@ def _made(node: Node, infer: Callable[..., Any], own: dict[Node, Any], holds: Se
         return own.get(node, without_low(seen))
     if not node.op.startswith("call"):
         return seen
-    if ops.name(node).startswith("higher_order::"):
+    if row_of(node).higher_order:
         return without_low(seen)
     return infer(node, own.get)
 

@@ -16,7 +16,7 @@ import sys
 import traceback
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -284,7 +284,7 @@ def _rules(args: argparse.Namespace) -> int:
 
     if args.op is not None and args.op not in RULES:
         raise FxampError(f"no rule for the op {args.op!r}{nearest(args.op, RULES)}; `fxamp rules` lists all")
-    rows = [asdict(RULES[name]) for name in ([args.op] if args.op else sorted(RULES))]
+    rows = [RULES[name].columns() for name in ([args.op] if args.op else sorted(RULES))]
     # One op is shown as a list of its fields, many ops as a table without the columns that are empty for all.
     columns = [name for name in rows[0] if (args.op or name in SUMMARY) and any(row[name] for row in rows)]
     table = [[_cell(row[name]) for name in columns] for row in rows]

@@ -24,20 +24,9 @@ from torch.fx import GraphModule
 from passes.contract.errors import FxampError
 from passes.contract.policy import Policy
 from passes.ops import ops
-from passes.ops.rules import FP32, LOW, is_registered, lookup, row_named
+from passes.ops.rules import FP32, LOW, RULES, is_registered, lookup, row_named
 
 from ..convert import convert
-
-# The op of torch's API, what autograd leaves of it in the forward and in the backward, and whether the latter names
-# the dtype of its result.
-_SPLIT = (
-    ("softmax", "_softmax", "_softmax_backward_data", True),
-    ("log_softmax", "_log_softmax", "_log_softmax_backward_data", True),
-    ("layer_norm", "native_layer_norm", "native_layer_norm_backward", False),
-    ("group_norm", "native_group_norm", "native_group_norm_backward", False),
-    ("nll_loss", "nll_loss_forward", "nll_loss_backward", False),
-    ("nll_loss", "nll_loss2d_forward", "nll_loss2d_backward", False),
-)
 
 
 def graph_pass(gm: GraphModule, example_inputs: Any = (), *, policy: Policy | str = "O1", **_: Any) -> GraphModule:
@@ -68,12 +57,10 @@ def _split(gm: GraphModule, policy: Policy) -> dict[str, str]:
     wide, low = set[str](), set[str]()
     if lookup("scaled_dot_product_attention", device)[1] == LOW:
         low = {name for name in names if name.startswith("_scaled_dot_product_") and row_named(name).known}
-    for public, forward, backward, fixed in _SPLIT:
-        entropy = forward == "_log_softmax" and any("nll_loss" in name for name in losses)
-        if entropy or lookup(public, device)[1] == FP32:
-            wide |= {forward, backward}
-        elif fixed:
-            wide.add(backward)
+    for row in RULES.values():
+        entropy = row.name == "log_softmax" and any("nll_loss" in name for name in losses)
+        fp32 = bool(row.leaves) and (entropy or lookup(row.name, device)[1] == FP32)
+        wide |= {name for name in row.leaves if fp32 or row_named(name).names_dtype}
     if not policy.level.is_autocasts or policy.ops or policy.modules:  # then operands may differ, which kernels refuse
         wide |= {name for name in names - low if name.endswith("_backward") and not is_registered(name)}
     return {**dict.fromkeys(sorted(low), "low"), **dict.fromkeys(sorted(wide & names), "fp32")}

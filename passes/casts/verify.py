@@ -87,7 +87,7 @@ def _dtypes(node: Node, operands: Dtypes, assignment: Assignment) -> ValueDtype:
         return assignment.original.get(node)
     choice = assignment.colours.get(node)
     region = choice is not None and choice.has(UnderAutocast)
-    opaque = node.op == "call_module" or ops.name(node).startswith("higher_order::")
+    opaque = node.op == "call_module" or row_of(node).higher_order
     if opaque or region or "functorch" in (getattr(node.target, "__module__", None) or ""):
         return assignment.dtypes.get(node)  # the operands are checked where they are cast
     if node.target is cast_floating:

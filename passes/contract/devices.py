@@ -1,9 +1,11 @@
-"""The devices that fxamp knows, one row for each: whose op lists it uses, and what moving bytes costs on it."""
+"""The devices that fxamp knows, one row for each: which op lists it has, and what moving bytes costs on it."""
 
 from __future__ import annotations
 
+import functools
+import platform
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -26,6 +28,7 @@ class Device:
         synchronize: Waits for what was launched.
         shares_storage_from: From how many elements on casts of a value share a storage where each needs a node of
             autograd and nothing else is asked for; None for never.
+        own: The ops of which its own lists say another kind than those that it shares: their names, by kind.
     """
 
     name: str
@@ -38,6 +41,12 @@ class Device:
     capability: Callable[[], str]
     synchronize: Callable[[], None]
     shares_storage_from: int | None = None
+    own: Mapping[str, str] = field(default_factory=dict)
+
+    @functools.cached_property
+    def kinds(self) -> Mapping[str, str]:
+        """The kind of each op that its own lists name."""
+        return {name: kind for kind, names in self.own.items() for name in names.split()}
 
 
 _ROWS = (
@@ -53,6 +62,16 @@ _ROWS = (
     Device(  # costs copied from CUDA
         "xpu", "cuda", "AutocastXPU", 1_000_000, 500, True,
         lambda: torch.xpu.is_available(), lambda: torch.xpu.get_device_name(), lambda: torch.xpu.synchronize(),
+    ),
+    Device(  # costs copied from CUDA
+        "mps", "cuda", "AutocastMPS", 1_000_000, 500, True,
+        torch.backends.mps.is_available, platform.machine, lambda: torch.mps.synchronize(),
+        own={
+            "low": "_mps_convolution rnn_tanh_cell rnn_relu_cell",  # the cells call linear
+            "fp32": "batch_norm",
+            "composite": "gru gru_cell",  # linear layers and pointwise gates, whose state may be FP32
+            "promote": "lstm",  # its kernel takes the operands as they are
+        },
     ),
 )  # fmt: skip
 DEVICES: Mapping[str, Device] = {row.name: row for row in _ROWS}

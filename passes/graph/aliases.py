@@ -20,7 +20,8 @@ from .notes import is_inserted, note_of
 def is_opaque(node: Node) -> bool:
     """Say whether nothing is known about what a call does: a module, a higher-order op, a function outside torch."""
     name = ops.name(node)
-    if not name.startswith(("module:", "higher_order::")) and ("." not in name or "::" in name):
+    outside = name.startswith("module:") or row_of(node).higher_order or ("." in name and "::" not in name)
+    if not outside:
         return False
     return not (is_inserted(node) or note_of(node).pure)
 
@@ -46,7 +47,7 @@ def may_write(node: Node) -> list[Node]:
 
     The bodies of higher-order ops and torch's own functions do not write to what they are given.
     """
-    outside = not ops.name(node).startswith(("higher_order::", "torch."))
+    outside = not (row_of(node).higher_order or ops.name(node).startswith("torch."))
     return node.all_input_nodes if outside and is_opaque(node) else mutated_operands(node)
 
 

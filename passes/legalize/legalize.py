@@ -78,7 +78,7 @@ def fold_numbers(graph: Graph) -> int:
         if number is None:
             continue
         put = functools.partial(_put, node, number)
-        readers = [n for n in node.users if n.op != "output" and not ops.name(n).startswith("higher_order::")]
+        readers = [n for n in node.users if n.op != "output" and not row_of(n).higher_order]
         for reader in readers:
             reader.args, reader.kwargs = map_arg(reader.args, put), map_arg(reader.kwargs, put)
         if not node.users:

@@ -24,6 +24,7 @@ from torch.fx.node import map_aggregate
 
 from .. import _torch
 from .._torch import HigherOrderOperator, OpOverload, OpOverloadPacket, boolean_dispatched, own_schema, qualified_name
+from ..contract.devices import DEVICES
 from ..runtime import casts, regions, rnn
 
 # The tables: canonical name -> its other spellings in one dialect.
@@ -63,7 +64,7 @@ CAST_METHODS: dict[str, torch.dtype] = {
 }  # fmt: skip
 
 # Methods of a tensor, and its attributes (`getattr(x, "T")` in a symbolic graph).
-_METHODS = {"to": " ".join((*CAST_METHODS, "type", "cpu", "cuda", "xpu")), "dim": "ndimension", "numel": "nelement"}
+_METHODS = {"to": " ".join((*CAST_METHODS, "type", *DEVICES)), "dim": "ndimension", "numel": "nelement"}
 _ATTRIBUTES = {
     "numpy_T": "T", "mT": "mT", "matrix_H": "H", "mH": "mH", "real": "real", "imag": "imag", "detach": "data",
     "element_size": "itemsize nbytes",

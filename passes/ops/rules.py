@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from .table.row import BANNED as BANNED
 from .table.row import COMPOSITE as COMPOSITE
 from .table.row import FOLLOW as FOLLOW
 from .table.row import FP32 as FP32
+from .table.row import HIGHER_ORDER, UNKNOWN_HIGHER_ORDER, Kinds
 from .table.row import KEEP as KEEP
 from .table.row import KIND_NAMES as KIND_NAMES
 from .table.row import LOW as LOW
@@ -53,7 +54,11 @@ _custom: dict[str, Rule] = {}
 
 def row_named(name: str) -> Rule:
     """Return the row of an op, an in-place name giving that of its base; a row that is not `known` if it has none."""
-    return _ALL.get(name) or _custom.get(name) or _ALL.get(name.removesuffix("_")) or UNKNOWN
+    return _ALL.get(name) or _custom.get(name) or _ALL.get(name.removesuffix("_")) or _unknown(name)
+
+
+def _unknown(name: str) -> Rule:
+    return UNKNOWN_HIGHER_ORDER if name.startswith(HIGHER_ORDER) else UNKNOWN
 
 
 def row_of(node: Node) -> Rule:
@@ -74,10 +79,10 @@ def lookup(name: str, device: str, low: torch.dtype | None = None) -> tuple[Rule
     """
     row = row_named(name)
     if not row.known:
-        row = ("::" in name and _from_register_autocast(name, device, low)) or replace(UNKNOWN, name=name)
-    kind = row.kind(DEVICES[device].lists)
+        row = ("::" in name and _from_register_autocast(name, device, low)) or replace(row, name=name)
+    kind = row.kind(device)
     listed = is_of_this_torch(row) and row.name not in _unlisted(device)  # else this torch casts nothing there
-    return row, kind if listed or kind not in (LOW, FP32) else PROMOTE
+    return row, kind if listed or kind not in (LOW, FP32, BANNED) else PROMOTE
 
 
 def is_of_this_torch(row: Rule) -> bool:
@@ -92,12 +97,17 @@ def _version(text: str) -> tuple[int, ...]:
 @functools.cache
 def _unlisted(device: str) -> frozenset[str]:
     """Return the ATen ops on the autocast lists that a device shares but not registered for the device itself."""
-    lists = DEVICES[device].lists
+    row = DEVICES[device]
     own, shared = (
         {n.removeprefix("aten::").partition(".")[0] for n in autocast_registrations(d) if n.startswith("aten::")}
-        for d in (device, lists)
+        for d in (device, row.lists)
     )
-    return frozenset(shared - own)
+    if not own:
+        raise PolicyError(
+            f"device={device}: torch {torch.__version__} has no autocast lists for this device, so nothing is known of "
+            "what it runs low; use a release of torch that has them, or plan for another device"
+        )
+    return frozenset(shared - own - row.kinds.keys())
 
 
 class Table(tuple[Rule, ...]):
@@ -154,12 +164,13 @@ def register_rule(op: Any, kind: str, **facts: Any) -> Rule:
             raise PolicyError(f"{where}: {word!r} is not a kind{_nearest(word, kinds)}; one of {', '.join(kinds)}")
     for fact, value in facts.items():
         _check_fact(where, fact, value)
+    by_device = Kinds(kind, **({"cuda": facts.pop("cuda")} if "cuda" in facts else {}))
     plain: dict[str, Any] = {fact: tuple(value) if isinstance(value, list) else value for fact, value in facts.items()}
-    new = replace(Rule(name, kind, kind, "registered by the user"), **plain)
+    new = replace(Rule(name, by_device, "registered by the user", higher_order=_unknown(name).higher_order), **plain)
     before = _custom.setdefault(name, new)
     if before != new:
-        values = [(f.name, getattr(before, f.name)) for f in fields(Rule)]
-        other = ", ".join(f"{name}={value!r}" for name, value in values if value != getattr(new, name))
+        values = new.columns()
+        other = ", ".join(f"{k}={value!r}" for k, value in before.columns().items() if value != values[k])
         raise PolicyError(f"{where}: it was registered before with {other}; register it once, or start a new process")
     return new
 
@@ -169,10 +180,10 @@ _WORDS = {"sensitive": ("", "range", "rounding"), "commutes": ("", "forward", "b
 
 def _check_fact(where: str, fact: str, value: Any) -> None:
     """Raise unless `fact` is a field of `Rule` that can hold `value`."""
-    known = [f.name for f in fields(Rule) if f.name not in ("name", "cpu", "known")]
+    known = [name for name in UNKNOWN.columns() if name not in ("name", "cpu", "known")]
     if fact not in known:
         raise PolicyError(f"{where}: there is no fact {fact!r}{_nearest(fact, known)}")
-    wanted = type(getattr(Rule("", "", ""), fact))
+    wanted = type(getattr(UNKNOWN, fact))
     if not isinstance(value, (list, tuple) if wanted is tuple else wanted):
         raise PolicyError(f"{where}: {fact}= takes a {wanted.__name__}, not {value!r}")
     words = _WORDS.get(fact)
@@ -204,10 +215,10 @@ def _from_register_autocast(name: str, device: str, low: torch.dtype | None) -> 
         return None
     dtype = registered_autocast_dtype(name, device)
     if dtype is None:
-        return Rule(name, KEEP, KEEP, "it has an autocast kernel of its own, which cannot be read")
+        return Rule(name, Kinds(KEEP), "it has an autocast kernel of its own, which cannot be read")
     reason = f"registered for autocast: {dtype}"
     if dtype == torch.float32:
-        return Rule(name, FP32, FP32, reason)
+        return Rule(name, Kinds(FP32), reason)
     if dtype in (torch.float16, torch.bfloat16) and low in (None, dtype):
-        return Rule(name, LOW, LOW, reason)
-    return Rule(name, KEEP, KEEP, f"{reason}, which this conversion does not use")
+        return Rule(name, Kinds(LOW), reason)
+    return Rule(name, Kinds(KEEP), f"{reason}, which this conversion does not use")

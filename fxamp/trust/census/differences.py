@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 from passes.contract.policy import dtype_name
 from passes.graph.notes import is_inserted
 from passes.graph.values import LOW_DTYPES
+from passes.ops.rules import row_named
 
 from ..watch import Place, Seen, Sum, Watch
 from .rows import Ledger, is_cast, planned_dtypes
@@ -148,7 +149,7 @@ def _planned_colours(place: Place, ledger: Ledger) -> set[str]:
     if place.kind == "node":
         decision = ledger.decisions.get(ledger.key(place.where))
         decisions = [] if decision is None else [decision]
-    colours = {d.colour for d in decisions if not d.op.startswith("higher_order::")}
+    colours = {d.colour for d in decisions if not row_named(d.op).higher_order}
     return colours if all(isinstance(getattr(torch, c, None), torch.dtype) for c in colours) else set()
 
 

@@ -263,7 +263,7 @@ def runs_whole(site: Site) -> bool:
     if site.kind != COMPOSITE and site.row.known:
         return False
     seen = note_of(site.node).autocast is not None
-    if ops.name(site.node).startswith("higher_order::"):
+    if site.row.higher_order:
         return seen and not site.row.known
     inside = note_of(site.node).made_by == DECOMPOSE and site.row.gives == "first"  # whose dtype is known
     return ops.operator_of(site.node) is not None and (seen or inside or site.kind != COMPOSITE)

@@ -25,7 +25,7 @@ from ...graph.aliases import mutated_operands
 from ...graph.notes import note_of
 from ...graph.values import ELIGIBLE, LOW_DTYPES, ValueDtype, dtype_reference, first_float, refuse_mixed
 from ...ops import numbers, ops
-from ...ops.rules import COMPOSITE, KEEP, LOW
+from ...ops.rules import COMPOSITE, KEEP, LOW, row_of
 from .operand_casts import all_to, operand_casts
 from .state import Site, State
 
@@ -60,7 +60,7 @@ def _result_dtypes(state: State, node: Node, choice: Choice) -> ValueDtype:
     wanted = {o.node: casts[o.place] for o in ops.operands(node) if o.place in casts}
     keeps = choice.reason.kind in (KEEP, COMPOSITE)
     keeps &= all(state.original[n] == wanted.get(n, state.dtypes[n]) for n in node.all_input_nodes)
-    if keeps or node.op == "call_module" or ops.name(node).startswith("higher_order::"):
+    if keeps or node.op == "call_module" or row_of(node).higher_order:
         return state.original[node]
     refuse_mixed(node, lambda n: wanted.get(n, state.dtypes[n]))
     return state.infer(node, lambda n: wanted.get(n, state.dtypes[n]))
@@ -69,7 +69,7 @@ def _result_dtypes(state: State, node: Node, choice: Choice) -> ValueDtype:
 def results_under_autocast(state: State, node: Node) -> ValueDtype:
     """Return the dtypes that a call gives under autocast: as capture saw them, or as its fake kernel has them."""
     observed: ValueDtype = note_of(node).autocast
-    if observed is not None or ops.name(node).startswith("higher_order::"):
+    if observed is not None or row_of(node).higher_order:
         return state.original[node] if observed is None else observed
     here = DEVICES[state.device].is_here()
     try:

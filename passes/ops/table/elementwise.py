@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from .row import FOLLOW, FP32, KEEP, PROMOTE, group, of
+from .row import FOLLOW, FP32, KEEP, PROMOTE, Kinds, group, of
 
 # fmt: off
 ROWS = (
-    *group(PROMOTE, PROMOTE, "elementwise in several operands",
+    *group(PROMOTE, "elementwise in several operands",
         of("add", promotes_inside=True, casts_out=True, free_backward=True, of_integers=True, in_norm="arithmetic"),
         of(
             "sub",
@@ -32,12 +32,12 @@ ROWS = (
         of("min", out="float int", commutes="forward"),
         of("complex", same_dtype=True, out="complex", no_low="cpu cuda"),
     ),
-    *group(PROMOTE, PROMOTE, "comparison",
+    *group(PROMOTE, "comparison",
         "eq ne lt le gt ge equal isin logical_and logical_or logical_xor",
         of("isclose allclose", same_dtype=True),
         out="bool",
     ),
-    *group(FOLLOW, FP32, "grows without bound, or steep: rounding is amplified",
+    *group(Kinds(FP32, cpu=FOLLOW), "grows without bound, or steep: rounding is amplified",
         of("exp", sensitive="range", casts_out=True, in_norm="arithmetic exponential"),
         of("expm1 sinh cosh tan", sensitive="range", casts_out=True),
         of("log log2", sensitive="rounding", casts_out=True, in_norm="arithmetic logarithm"),
@@ -45,12 +45,12 @@ ROWS = (
         of("rsqrt reciprocal", sensitive="range", casts_out=True, in_norm="arithmetic reciprocal"),
         of("softplus", sensitive="rounding"),
     ),
-    *group(PROMOTE, FP32, "power: leaves the range of FP16",
+    *group(Kinds(FP32, cpu=PROMOTE), "power: leaves the range of FP16",
         "pow",
         sensitive="range", casts_out=True, of_integers=True, in_norm="arithmetic power",
     ),
-    *group(FOLLOW, FP32, "calls pow", "square", sensitive="range", casts_out=True, in_norm="arithmetic"),
-    *group(FOLLOW, FOLLOW, "elementwise",
+    *group(Kinds(FP32, cpu=FOLLOW), "calls pow", "square", sensitive="range", casts_out=True, in_norm="arithmetic"),
+    *group(FOLLOW, "elementwise",
         of("abs neg", commutes="both", in_norm="arithmetic"),
         of("positive", commutes="both", may_alias="first"),
         """sign sgn leaky_relu gelu silu elu celu selu mish hardswish hardshrink softshrink tanhshrink
@@ -78,13 +78,13 @@ ROWS = (
         of("special_i1 special_i1e", casts_out=True, no_low_backward=True),
         of("special_logit", limits="from_one"),
     ),
-    *group(FOLLOW, FOLLOW, "random mask times its operand",
+    *group(FOLLOW, "random mask times its operand",
         of("dropout", view=True),
         "dropout1d dropout2d dropout3d feature_dropout alpha_dropout feature_alpha_dropout",
         of("native_dropout", out="float bool"),
         may_alias="first",
     ),
-    *group(KEEP, KEEP, "of integers or bits",
+    *group(KEEP, "of integers or bits",
         "bitwise_and bitwise_or bitwise_xor bitwise_not bitwise_left_shift bitwise_right_shift gcd lcm",
     ),
 )

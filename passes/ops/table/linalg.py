@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from .row import FP32, KEEP, group, of
+from .row import FP32, KEEP, Kinds, group, of
 
 # fmt: off
 ROWS = (
-    *group(FP32, KEEP, "linear algebra: no low kernel",
+    *group(Kinds(KEEP, cpu=FP32), "linear algebra: no low kernel",
         of("cholesky", until="2.14"),
         """cholesky_inverse geqrf inverse linalg_cholesky linalg_inv linalg_tensorinv pinverse linalg_cond
         linalg_eigvalsh linalg_svdvals""",
@@ -23,11 +23,11 @@ ROWS = (
         of("_lu_with_info", out="float integer integer"),
         no_low="cpu cuda",
     ),
-    *group(FP32, FP32, "linear algebra: no low kernel; on CUDA's list too",
+    *group(FP32, "linear algebra: no low kernel; on CUDA's list too",
         "linalg_matrix_sqrth",
         sensitive="rounding", no_low="cpu cuda", since="2.14",
     ),
-    *group(KEEP, KEEP, "linear algebra that torch's lists leave out",
+    *group(KEEP, "linear algebra that torch's lists leave out",
         of("det logdet linalg_det linalg_lu", no_low="cpu cuda"),
         of("slogdet linalg_slogdet", out="float float", no_low="cpu cuda"),
         of("linalg_lu_factor linalg_ldl_factor", out="float integer", no_low="cpu cuda"),
@@ -37,7 +37,7 @@ ROWS = (
         of("linalg_solve_ex", same_dtype=True, out="float integer", no_low="cpu cuda"),
         of("linalg_vander", no_low="cpu"),
     ),
-    *group(FP32, KEEP, "Fourier transform: no low kernel on a CPU, partly one on CUDA",
+    *group(Kinds(KEEP, cpu=FP32), "Fourier transform: no low kernel on a CPU, partly one on CUDA",
         of(
             "fft_fft fft_fft2 fft_fftn fft_ifft fft_ifft2 fft_ifftn fft_ihfft fft_rfft fft_rfft2 fft_rfftn",
             out="complex",
@@ -45,13 +45,13 @@ ROWS = (
         "fft_hfft fft_irfft fft_irfft2 fft_irfftn",
         no_low="cpu",
     ),
-    *group(FP32, KEEP, "on the CPU's list",
+    *group(Kinds(KEEP, cpu=FP32), "on the CPU's list",
         of("polar", same_dtype=True, no_low="cpu cuda"),
         of("view_as_complex", no_low="cpu cuda"),
         of("stft", no_low="cpu"),
         out="complex",
     ),
-    *group(KEEP, KEEP, "complex or double result",
+    *group(KEEP, "complex or double result",
         of("imag", may_alias="first"),
         of("angle", casts_out=True),
         "view_as_complex_copy float_power istft",

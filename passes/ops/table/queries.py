@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from .row import HIGHER_ORDER as PREFIX
 from .row import KEEP, group, of
 
 
 def _named(names: str) -> str:
-    return " ".join(f"higher_order::{name}" for name in names.split())
+    return " ".join(f"{PREFIX}{name}" for name in names.split())
 
 
 # fmt: off
 ROWS = (
-    *group(KEEP, KEEP, "a cast in your code",
+    *group(KEEP, "a cast in your code",
         of("to", dtype_arg=True, is_cast=True, may_alias="first", of_integers=True, in_norm="arithmetic"),
         of("type_as", is_cast=True, may_alias="first", of_integers=True),
         "chalf",
     ),
-    *group(KEEP, KEEP, "gives Python a value, which must be the original one",
+    *group(KEEP, "gives Python a value, which must be the original one",
         of("item", out=""),
         "_local_scalar_dense _assert_async sym_constrain_range_for_size",
         of("is_nonzero", out="bool"),
@@ -26,17 +27,17 @@ ROWS = (
 )
 # Calls that are no operators of ATen, or compute nothing of tensors; `fxamp.rules()` does not list them.
 QUERIES = (
-    *group(KEEP, KEEP, "reads a shape, a dtype or other metadata, and no values",
+    *group(KEEP, "reads a shape, a dtype or other metadata, and no values",
         of("getitem", asks="item", may_alias="first", commutes="both"),
         of("""getattr size stride dim numel is_contiguous sym_size sym_stride sym_numel
             sym_storage_offset""", asks="shape", out=""),
         of("is_floating_point is_complex element_size result_type", asks="dtype", out=""),
     ),
-    *group(KEEP, KEEP, "chooses kernels of attention for a region of the program",
+    *group(KEEP, "chooses kernels of attention for a region of the program",
         "torch.nn.attention._backend_from_string torch.nn.attention._sdpa_kernel",
         asks="mode", out="",
     ),
-    *group(KEEP, KEEP, "gives Python a value, or writes into a tensor",
+    *group(KEEP, "gives Python a value, or writes into a tensor",
         "storage_offset get_device data_ptr tolist _assert_scalar",
         of("setitem", same_dtype=True),  # index_put, where an index is a tensor
         out="",
@@ -44,18 +45,19 @@ QUERIES = (
 )
 # Higher-order ops.
 HIGHER_ORDER = (
-    *group(KEEP, KEEP, "calls one body over its operands",
+    *group(KEEP, "calls one body over its operands",
         of(_named("wrap"), operands_at=1),
         of(_named("tag_activation_checkpoint wrap_activation_checkpoint"), operands_at=1, recomputed=True),
         of(_named("invoke_subgraph"), operands_at=2),
-        bodies="entered",
+        higher_order=True, bodies="entered",
     ),
-    *group(KEEP, KEEP, "calls bodies that must agree, or that get their own outputs as inputs again",
+    *group(KEEP, "calls bodies that must agree, or that get their own outputs as inputs again",
         _named("cond while_loop scan associative_scan map_impl map"),
-        bodies="fixed",
+        higher_order=True, bodies="fixed",
     ),
-    *group(KEEP, KEEP, "runs its body in another mode",
+    *group(KEEP, "runs its body in another mode",
         of(_named("wrap_with_set_grad_enabled"), switches="grad"),
         of(_named("wrap_with_autocast"), switches="autocast"),
+        higher_order=True,
     ),
 )

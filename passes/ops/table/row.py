@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
+
+from ...contract.devices import DEVICES
 
 LOW, FP32, PROMOTE, FOLLOW, KEEP = "low", "fp32", "promote", "follow", "keep"
 BANNED, COMPOSITE = "banned", "composite"
@@ -19,6 +21,16 @@ KIND_NAMES: dict[str, str] = {
 }
 
 
+class Kinds(dict[str, str]):
+    """The kind of an op on every device: that on the devices that are named, and one for all others."""
+
+    def __init__(self, default: str, **devices: str) -> None:
+        super().__init__({"": default, **devices})
+
+    def __missing__(self, device: str) -> str:
+        return self[""]
+
+
 @dataclass(frozen=True)
 class Rule:
     """One row: in which dtype an op runs on each device, why, and what a pass must know to obey.
@@ -27,8 +39,7 @@ class Rule:
 
     Attributes:
         name: Canonical op name.
-        cpu: Kind on a CPU, one of `KIND_NAMES`.
-        cuda: Kind on CUDA.
+        kinds: Its kind, one of `KIND_NAMES`, by the device whose lists are used.
         reason: Why the op has this kind, in one line.
         sensitive: Why a low dtype may hurt, on any device: "" (it does not), "range" or "rounding".
         loss: The op is a loss: a sum of small terms.
@@ -82,19 +93,21 @@ class Rule:
         tries_low: Whether it has a low kernel depends on the machine or on arguments, so it is tried.
         accumulates: For some arguments it sums or multiplies many values into one; ("",) for all.
         folds: Its kernel is chosen by whether the weight requires gradients.
+        higher_order: The op calls graphs that are among its arguments.
         bodies: How the graphs in a higher-order op are compiled: "" (as they are), "fixed" (between the dtypes of the
             original), or "entered" (with the dtypes that its operands have here, if it is called only here).
         operands_at: Where in its arguments the operands of a body that is entered begin.
         recomputed: Its body runs once more in backward.
         switches: The mode that it switches for its body: "grad" or "autocast".
+        leaves: The ops that are left of it where autograd has split it into its forward and its backward.
+        names_dtype: An argument of the op names the dtype that its result has.
         known: False for an op that neither the table nor torch nor a user knows.
         since: The torch version that brought the op or put it on a list, where versions differ.
         until: The torch version that took it away.
     """
 
     name: str
-    cpu: str
-    cuda: str
+    kinds: Kinds = field(hash=False)
     reason: str = ""
     sensitive: str = ""
     loss: bool = False
@@ -137,17 +150,37 @@ class Rule:
     tries_low: bool = False
     accumulates: tuple[Any, ...] = ()
     folds: bool = False
+    higher_order: bool = False
     bodies: str = ""
     operands_at: int = 0
     recomputed: bool = False
     switches: str = ""
+    leaves: tuple[str, ...] = ()
+    names_dtype: bool = False
     known: bool = True
     since: str = ""
     until: str = ""
 
     def kind(self, device: str) -> str:
-        """Return the kind on a CPU or on CUDA; any other device names the one whose lists it shares."""
-        return self.cpu if device == "cpu" else self.cuda
+        """Return the kind on a device: that of the device's own lists, or of those that it shares."""
+        row = DEVICES[device]
+        return row.kinds.get(self.name) or self.kinds[row.lists]
+
+    @property
+    def cpu(self) -> str:
+        """The kind on a CPU."""
+        return self.kinds["cpu"]
+
+    @property
+    def cuda(self) -> str:
+        """The kind on CUDA."""
+        return self.kinds["cuda"]
+
+    def columns(self) -> dict[str, Any]:
+        """Return every column by its name; kinds have one for each device that has lists in the table."""
+        values = asdict(self)
+        del values["kinds"]
+        return {"name": values.pop("name"), "cpu": self.cpu, "cuda": self.cuda, **values}
 
     @property
     def gives(self) -> str:
@@ -161,8 +194,10 @@ SUMMARY = (
     "commutes", "no_low", "since", "until",
 )  # fmt: skip
 
-# What is known of an op that has no row.
-UNKNOWN = Rule("", KEEP, KEEP, "unknown op", known=False)
+# What is known of an op that has no row, and of such a higher-order op, whose name shows that it is one.
+UNKNOWN = Rule("", Kinds(KEEP), "unknown op", known=False)
+UNKNOWN_HIGHER_ORDER = replace(UNKNOWN, higher_order=True)
+HIGHER_ORDER = "higher_order::"
 
 Entry = tuple[str, dict[str, Any]]
 _SEVERAL = frozenset(f.name for f in fields(Rule) if f.default == () or f.name == "out")
@@ -173,14 +208,16 @@ def of(names: str, **columns: Any) -> Entry:
     return names, columns
 
 
-def group(cpu: str, cuda: str, reason: str, *entries: str | Entry, **shared: Any) -> tuple[Rule, ...]:
+def group(kind: str | Kinds, reason: str, *entries: str | Entry, **shared: Any) -> tuple[Rule, ...]:
     """Return the rows of ops of one kind: names of ops, or what `of` returns, and the columns that all of them have.
 
-    Words of a column that holds several are separated by spaces.
+    `Kinds(FP32, cpu=FOLLOW)` is FP32 on every device but a CPU. Words of a column that holds several are separated by
+    spaces.
     """
     split = [(e, {}) if isinstance(e, str) else e for e in entries]
     rows = [(name, _values(shared | own)) for names, own in split for name in names.split()]
-    return tuple(Rule(name, cpu, cuda, reason, **columns) for name, columns in rows)
+    kinds = kind if isinstance(kind, Kinds) else Kinds(kind)
+    return tuple(Rule(name, kinds, reason, **columns) for name, columns in rows)
 
 
 def _values(columns: dict[str, Any]) -> dict[str, Any]:

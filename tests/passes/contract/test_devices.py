@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -42,6 +43,31 @@ def test_an_xpu_has_the_lists_of_cuda_but_for_the_kernels_of_its_vendor() -> Non
     assert {name: both for name, both in unlike.items() if "cudnn" in name} == dict.fromkeys(of_vendor, (PROMOTE, LOW))
     # What torch has put on CUDA's list lately, it may not have put on that of another device yet.
     assert not {name for name in unlike.keys() - of_vendor if not RULES[name].since}
+
+
+def test_mps_has_the_kinds_of_cuda_but_for_what_torch_does_not_register_for_it() -> None:
+    registered = {n.removeprefix("aten::").partition(".")[0] for n in autocast_registrations("mps")}
+    unlike = {name: kind for name in RULES if (kind := lookup(name, "mps")[1]) != lookup(name, "cuda")[1]}
+    own = DEVICES["mps"].kinds
+    assert own.items() <= {name: lookup(name, "mps")[1] for name in RULES}.items()
+    assert {kind for name, kind in unlike.items() if name not in own} == {PROMOTE}
+    assert {name for name in unlike if name in registered} == {"_mps_convolution", "batch_norm"}
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attributes")
+@pytest.mark.parametrize(("device", "dtype"), [("xpu", "bfloat16"), ("xpu", "float16"), ("cuda", "float16")])
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_recurrent_layer_runs_in_fp16_only_where_cudnn_runs_it(device: str, dtype: str, layer: Any) -> None:
+    asked = "bfloat16" if device == "cuda" else dtype
+    plan = plan_of(layer(4, 4), torch.randn(3, 2, 4), f"O1,device={device},dtype={asked}")
+    colours = {d.colour for d in plan.decisions if d.op in ("lstm", "gru", "rnn_tanh")}
+    assert colours == {dtype}
+
+
+def test_a_device_for_which_torch_has_no_lists_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(DEVICES, "hpu", replace(DEVICES["xpu"], name="hpu", autocast="AutocastHPU"))
+    with pytest.raises(fxamp.PolicyError, match=r"device=hpu: torch .* has no autocast lists for this device"):
+        plan_of(nn.Linear(4, 4), torch.randn(2, 4), "O1,device=hpu,dtype=bf16")
 
 
 def test_the_row_of_the_cpu_is_of_what_is_here() -> None:

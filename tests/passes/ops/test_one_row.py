@@ -20,21 +20,20 @@ from passes.ops.table.queries import HIGHER_ORDER, QUERIES
 
 ROOT = Path(__file__).parents[3]
 ROOM = ROOT / "passes" / "ops"
-FILES = [p for package in ("passes", "fxamp") for p in sorted((ROOT / package).rglob("*.py")) if ROOM not in p.parents]
+LISTS = ROOT / "passes" / "contract" / "devices.py"  # the lists of a device are data of its row
+FILES = [
+    p
+    for package in ("passes", "fxamp")
+    for p in sorted((ROOT / package).rglob("*.py"))
+    if ROOM not in p.parents and p != LISTS
+]
 KNOWN = RULES.keys() | {row.name for row in (*QUERIES, *HIGHER_ORDER)}
 SPACES = {"torch": torch, "F": F, "nn": nn, "operator": operator, "aten": torch.ops.aten}
 
 # File and ops of a collection that is not knowledge of ops: why.
-_SPLIT, _KERNELS = "autograd's names of what it made of an op", "functions that compute as a kernel of the op does"
+_KERNELS = "functions that compute as a kernel of the op does"
 _CHOICE = "which of them an argument of the op, and so of the site, is looked up for"
 ALLOWED: dict[tuple[str, frozenset[str]], str] = {
-    **{
-        ("fxamp/integrations/graph_trainer.py", frozenset(pair.split())): _SPLIT
-        for pair in (
-            "softmax _softmax _softmax_backward_data", "log_softmax _log_softmax _log_softmax_backward_data",
-            "layer_norm native_layer_norm", "group_norm native_group_norm",
-        )
-    },
     (
         "fxamp/trust/error/emulation.py",
         frozenset({"scaled_dot_product_attention", "log_softmax", "cross_entropy_loss"}),
