@@ -25,7 +25,7 @@ FOLDERS = sorted({p.parent for p in FILES.values()})
 # Package: what it imports. The lowest first; what is new here has to have a reason.
 ARROWS = {
     "passes.contract": "",
-    "passes.ops.table": "",
+    "passes.ops.table": ".contract",
     "passes._torch": ".contract",
     "passes.runtime": "._torch .contract",
     "passes.ops": "._torch .contract .ops.table .runtime",
@@ -56,7 +56,7 @@ ARROWS = {
     "fxamp.train.ranks": ".view passes._torch passes.contract",
     "fxamp.convert": ".capture .measure .trust .view passes._torch passes.contract",
     "fxamp.trust.census": (
-        ".convert .capture .report.forms .report.record .trust passes._torch passes.contract passes.graph "
+        ".convert .capture .report.forms .report.record .trust passes._torch passes.contract passes.graph passes.ops "
         "passes.runtime"
     ),
     "fxamp.trust.error": (

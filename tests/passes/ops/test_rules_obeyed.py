@@ -293,7 +293,7 @@ def test_each_row_does_on_a_cpu_what_autocast_does_bit_for_bit() -> None:
 
 NOT_CALLED = """
     _cudnn_rnn _scaled_dot_product_flash_attention _thnn_fused_gru_cell _thnn_fused_lstm_cell cudnn_batch_norm
-    miopen_batch_norm quantized_gru
+    miopen_batch_norm quantized_gru _mps_convolution
     cudnn_convolution cudnn_convolution_transpose mkldnn_rnn_layer _native_multi_head_attention _assert_async
     _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward
     _scaled_dot_product_flash_attention_backward _scaled_dot_product_efficient_attention
