@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import signal
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -303,7 +302,7 @@ def test_an_error_behind_a_break_leaves_autocast_as_it_was(error: BaseException)
 
 def test_an_interrupt_while_it_captures_leaves_autocast_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: Any, **__: Any) -> Any:
-        signal.raise_signal(signal.SIGINT)
+        raise KeyboardInterrupt
 
     model, x, before = Two(), example(), state()
     view = fxamp.convert(model, policy="O1,dtype=bf16")
