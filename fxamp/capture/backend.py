@@ -27,7 +27,7 @@ from passes.contract.errors import PolicyError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy, check_used, nearest, type_names
 from passes.graph.grad import requires_grad
-from passes.graph.origin import Origin, buffer_origin
+from passes.graph.origin import Origin, Origins, buffer_origin
 from passes.graph.outputs import read_outputs
 from passes.graph.values import described, no_autocast, retyped
 from passes.ops import ops
@@ -41,7 +41,6 @@ from .capture_jit import ambient_dtype, attribute_of, describe, is_attribute, is
 from .described import Described
 from .emitted import at_call
 from .inputs import first_device
-from .origins import Origins
 from .outputs import low_of_its_own, note_leaving
 from .parameters import opaque_parameters, refuse_low_parameters
 from .scope import Scope, is_gathered, is_training, scope

@@ -22,7 +22,7 @@ from passes._torch import enter_autocast, exit_autocast, is_transformed, pytree,
 from passes.contract.policy import Policy, module_override, type_names
 from passes.graph.bodies import bodies_of
 from passes.graph.notes import provenance
-from passes.graph.origin import CastMeaning, Origin, Region
+from passes.graph.origin import CastMeaning, Origin, Origins, Region
 from passes.graph.values import (
     ELIGIBLE,
     LOW_DTYPES,
@@ -39,7 +39,6 @@ from passes.ops import ops
 from passes.ops.facts import rule_of
 from passes.ops.rules import COMPOSITE, row_of
 
-from .origins import Origins
 from .own_dtypes import own_dtypes, seen_dtypes, without_low
 from .scope import Scope
 

@@ -16,10 +16,10 @@ from torch.fx import Graph
 from torch.utils.weak import WeakIdKeyDictionary
 
 from passes._torch import pytree
+from passes.graph.origin import Origins
 from passes.graph.values import LOW_DTYPES
 
 from ..trust.tensors import held
-from .origins import Origins
 
 logger = logging.getLogger(__name__)
 

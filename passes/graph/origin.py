@@ -6,11 +6,12 @@ A front end owes one for every input and every call of the graph that it capture
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from .._torch import FakeTensor
 
@@ -60,6 +61,17 @@ class Origin:
         for field, value, legal in (("role", self.role, Role), ("cast", self.cast, CastMeaning)):
             if value not in get_args(legal):
                 raise ValueError(f"the {field} of an Origin is one of {get_args(legal)}, not {value!r}")
+
+
+class Origins(dict[Node, Origin]):
+    """What a front end knows of each node so far; of one that it has not come to, nothing."""
+
+    def __missing__(self, node: Node) -> Origin:
+        return Origin()
+
+    def add(self, node: Node, **facts: Any) -> None:
+        """Add facts, fields of an Origin, to what is known of a node."""
+        self[node] = replace(self[node], **facts)
 
 
 def buffer_origin(value: Tensor) -> Origin:

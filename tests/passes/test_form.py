@@ -17,16 +17,9 @@ from passes.contract.policy import Policy, Target
 from passes.form import Ensures, Unit
 from passes.graph.notes import note_of
 from passes.pipeline import _run
-from tests.support.graphs import parse
+from tests.support.graphs import LAYER, parse
 
 POLICY = Policy("O1", dtype=torch.bfloat16, device="cpu")
-TEXT = """
-    x: f32[2, 4]
-    w: f32[4, 4] = param
-    linear: f32[2, 4] = linear(x, w)
-    relu: f32[2, 4] = relu(linear)
-    return relu
-"""
 
 
 class _Inserts:
@@ -51,7 +44,7 @@ class _Inserts:
 
 
 def unit() -> Unit:
-    gm = parse(TEXT)
+    gm = parse(LAYER)
     steps = (AssignPrecision(POLICY), InsertCasts())
     return _run(Unit(gm.graph, functools.partial(attribute_of, gm), Target.of(POLICY)), steps, Counter())
 

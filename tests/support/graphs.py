@@ -131,6 +131,15 @@ def _made(builder: Builder, name: str, text: str, known: dict[str, Any]) -> Node
     return builder.call(target, *args, name=name, **kwargs)
 
 
+LAYER = """
+    x: f32[2, 4]
+    w: f32[4, 4] = param
+    linear: f32[2, 4] = linear(x, w)
+    relu: f32[2, 4] = relu(linear)
+    return relu
+"""
+
+
 def compile_plain(gm: GraphModule, policy: Policy, **options: Any) -> Plan:
     """Compile the graph of a module in place, of which its front end knows nothing but what is noted on it."""
     attribute = functools.partial(attribute_of, gm)

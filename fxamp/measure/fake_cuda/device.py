@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch import library as operators
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from passes._torch import pytree
@@ -188,14 +189,14 @@ def _constants_on_the_cpu() -> None:
 
 def _attention_of_a_gpu() -> None:
     """Let attention choose the kernels that it has on an H100, by dtype and mask."""
-    library: Any = torch.library.Library("aten", "IMPL")
+    kernels: Any = operators.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that a kernel is replaced
-        library.impl("scaled_dot_product_attention", _attention, "AutogradCUDA", allow_override=True)
-    _libraries.append(library)
+        kernels.impl("scaled_dot_product_attention", _attention, "AutogradCUDA", allow_override=True)
+    _kernels.append(kernels)
 
 
-_libraries: list[Any] = []  # a library's kernels go with it
+_kernels: list[Any] = []  # what is registered goes with it
 
 
 def _attention(

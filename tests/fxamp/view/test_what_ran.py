@@ -45,10 +45,15 @@ def tagged(self: Any, x: Tensor) -> Any:
     return (h if self.tag == "never" else self.m(h)), len(self.tag)
 
 
-def test_a_pinned_layer_behind_a_break_runs_as_planned_however_many_graphs_there_are() -> None:
+def tagged_view() -> tuple[Any, Tensor, Any]:
+    """Return a model of which each tag makes another graph behind a break, an input, and its view."""
     torch.manual_seed(0)
-    model, x = cast("Any", Two(tagged, tag="")), example()
-    view = fxamp.convert(model, policy=PINNED)
+    model = cast("Any", Two(tagged, tag=""))
+    return model, example(), fxamp.convert(model, policy=PINNED)
+
+
+def test_a_pinned_layer_behind_a_break_runs_as_planned_however_many_graphs_there_are() -> None:
+    model, x, view = tagged_view()
     for i in range(40):
         model.tag = f"t{i}"
         assert torch.equal(view(x)[0], planned(model, x))
@@ -57,9 +62,7 @@ def test_a_pinned_layer_behind_a_break_runs_as_planned_however_many_graphs_there
 
 @pytest.mark.slow
 def test_the_256th_graph_of_a_code_is_the_last_one_and_the_call_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    torch.manual_seed(0)
-    model, x = cast("Any", Two(tagged, tag="")), example()
-    view = fxamp.convert(model, policy=PINNED)
+    model, x, view = tagged_view()
     for i in range(256):
         model.tag = f"t{i}"
         assert torch.equal(view(x)[0], planned(model, x))

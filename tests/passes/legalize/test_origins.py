@@ -16,22 +16,15 @@ from passes.contract.policy import Policy
 from passes.graph.bodies import all_graphs, bodies_of, origins_of
 from passes.graph.notes import note_of
 from passes.legalize.origins import note_origins
-from tests.support.graphs import parse
+from tests.support.graphs import LAYER, parse
 
 O1 = Policy("O1", dtype=torch.bfloat16, device="cpu")
-TEXT = """
-    x: f32[4, 8]
-    w: f32[8, 8] = param
-    y: f32[4, 8] = linear(x, w)
-    z: f32[4, 8] = relu(y)
-    return z
-"""
 
 
-@pytest.mark.parametrize("name", ["x", "z"])
+@pytest.mark.parametrize("name", ["x", "relu"])
 @pytest.mark.parametrize("policy", ["O0", "O1"])
 def test_a_node_without_an_origin_is_named_before_anything_changes(name: str, policy: str) -> None:
-    gm = parse(TEXT)
+    gm = parse(LAYER)
     origins = {node: Origin() for node in gm.graph.nodes if node.name != name}
     before = str(gm.graph)
     with pytest.raises(CaptureError, match=rf"node '{name}' has no Origin: .* for every input and call"):
@@ -40,16 +33,16 @@ def test_a_node_without_an_origin_is_named_before_anything_changes(name: str, po
 
 
 def test_a_get_attr_needs_none_since_the_compiler_asks_what_it_is() -> None:
-    gm = parse(TEXT)
+    gm = parse(LAYER)
     origins = {node: Origin() for node in gm.graph.nodes if node.op != "get_attr"}
     plan = compile_graph(gm.graph, O1, gm.get_parameter, origins)
     assert [d.colour for d in plan.decisions] == ["bfloat16", "bfloat16"]
 
 
 def test_what_an_origin_says_is_obeyed() -> None:
-    gm = parse(TEXT)
+    gm = parse(LAYER)
     outside = ("cpu", False, None, True)
-    origins = {n: Origin(region=outside if n.name == "y" else None) for n in gm.graph.nodes}
+    origins = {n: Origin(region=outside if n.name == "linear" else None) for n in gm.graph.nodes}
     plan = compile_graph(gm.graph, O1, gm.get_parameter, origins)
     assert [d.colour for d in plan.decisions] == ["float32", "float32"]
 
