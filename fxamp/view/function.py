@@ -252,12 +252,13 @@ def _code_of(model: nn.Module, method: str) -> object:
 
 
 def function_of(
-    runner: Runner, method: str, leave: Callable[[Any], Any] = leaving, **region: Any
-) -> Callable[..., Any]:
+    runner: Runner, method: str, leave: Callable[[Any], Any] = leaving, reads: Callable[[Any], Any] | None = None,
+    **region: Any,
+) -> Callable[..., Any]:  # fmt: skip
     """Return the function to compile, with code of its own: `forward(model, *args, **kwargs)`.
 
-    `leave` marks its outputs while it is traced. With a `region`, further arguments of one, the model is called in an
-    autocast region inside the trace.
+    `leave` marks its outputs while it is traced, of which `reads` returns what the code around it reads; None for all.
+    With a `region`, further arguments of one, the model is called in an autocast region inside the trace.
     """
     device, low = runner.device, runner.low
     author: Any = getattr(type(runner.model), method) if method else None
@@ -280,6 +281,7 @@ def function_of(
     def rounded(model: Any, /, *args: Any, **kwargs: Any) -> Any:
         with autocast(device, dtype=low, **region):
             outputs = model(*args, **kwargs) if author is None else author(model, *args, **kwargs)
+        outputs = outputs if reads is None else reads(outputs)
         return outputs if mark is None else tree_map(marked, outputs, is_leaf=whole)
 
     def plain(model: Any, /, *args: Any, **kwargs: Any) -> Any:
