@@ -155,7 +155,7 @@ class CompiledStep:
             yield
 
     def _reads_the_loss_alone(self, runner: Runner) -> bool:
-        """Say whether all that is read of a view is the loss that it computes: it is the model, whose hooks are inside."""
+        """Say whether of a view the loss that it computes is all that is read: it is the model; hooks are inside."""
         return self.output is None and is_view(self._model) and runner_of(self._model) is runner
 
     def _compile(self, gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:

@@ -498,7 +498,7 @@ class WithLogits(nn.Module):
 
 @pytest.mark.parametrize("hooked", [False, True])
 def test_of_a_model_with_its_own_loss_a_compiled_step_hands_out_the_loss_alone_behind_a_break_too(hooked: bool) -> None:
-    ids, seen, losses = torch.arange(32), list[Tensor](), list[Tensor | None]()
+    ids, seen, losses = torch.arange(32), list[Tensor](), list[Any]()
     for compiles in (False, "aot_eager"):
         torch.manual_seed(0)
         model = WithLogits()
