@@ -35,7 +35,7 @@ from passes.ops.rules import row_of
 from passes.runtime.casts import CAST, again
 from passes.runtime.regions import recompute
 
-from ..trust.watch import node_by_node
+from ..observe.watch import node_by_node
 from . import compiled, recompile_limit
 from .capture_jit import ambient_dtype, attribute_of, describe, is_attribute, is_held, is_returned, parameter_path
 from .described import Described

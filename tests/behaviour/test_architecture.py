@@ -41,39 +41,42 @@ ARROWS = {
     "passes": ".assign.place .graph .pipeline .watch",
     "fxamp.guard": "",
     "fxamp.module": "passes.contract",
-    "fxamp.trust": "passes passes._torch passes.contract passes.graph passes.ops",
-    "fxamp.report.record": ".trust passes._torch passes.contract passes.graph passes.ops passes.runtime",
+    "fxamp.calibration": "passes.contract",
+    "fxamp.observe": "passes passes._torch passes.contract passes.graph passes.ops",
+    "fxamp.report.record": ".observe passes._torch passes.contract passes.graph passes.ops passes.runtime",
     "fxamp.capture": (
-        ".report.record .trust passes passes._torch passes.contract passes.graph passes.legalize passes.ops "
+        ".observe .report.record passes passes._torch passes.contract passes.graph passes.legalize passes.ops "
         "passes.runtime"
     ),
     "fxamp.report.forms": ".report.record passes.contract",
-    "fxamp.view": ".capture .trust passes._torch passes.contract passes.graph passes.ops passes.runtime",
+    "fxamp.view": ".capture .observe passes._torch passes.contract passes.graph passes.ops passes.runtime",
     "fxamp.report.page": ".report.forms .report.record passes.contract",
     "fxamp.target": "passes.contract",
-    "fxamp.measure": ".capture .trust .view passes passes._torch passes.contract passes.graph",
-    "fxamp.measure.fake_cuda": ".capture .measure .target .trust passes._torch passes.contract",
+    "fxamp.measure": ".capture .observe .view passes passes._torch passes.contract passes.graph",
+    "fxamp.measure.fake_cuda": ".capture .measure .observe .target passes._torch passes.contract",
     "fxamp.train.ranks": ".view passes._torch passes.contract",
-    "fxamp.convert": ".capture .measure .trust .view passes._torch passes.contract",
+    "fxamp.convert": ".calibration .capture .measure .view passes._torch passes.contract",
+    "fxamp.trust": "",
     "fxamp.trust.census": (
-        ".convert .capture .report.forms .report.record .trust passes._torch passes.contract passes.graph passes.ops "
+        ".convert .capture .observe .report.forms .report.record passes._torch passes.contract passes.graph passes.ops "
         "passes.runtime"
     ),
     "fxamp.trust.error": (
-        ".convert .capture .measure .trust .trust.census passes passes._torch passes.contract passes.graph passes.ops "
-        "passes.runtime"
+        ".convert .capture .measure .observe .trust.census passes passes._torch passes.contract passes.graph "
+        "passes.ops passes.runtime"
     ),
     "fxamp.trust.ranges": (
-        ".convert .trust .trust.census .trust.error passes._torch passes.contract passes.graph passes.ops"
+        ".calibration .convert .observe .trust.census .trust.error passes._torch passes.contract passes.graph "
+        "passes.ops"
     ),
-    "fxamp.trust.choice": ".convert .measure .trust .trust.error passes.contract passes.graph",
+    "fxamp.trust.choice": ".convert .measure .observe .trust.error passes.contract passes.graph",
     "fxamp.report.diff": (".report .report.forms .report.record passes._torch passes.contract passes.graph passes.ops"),
     "fxamp.report.gate": (
         ".capture .convert .measure .measure.fake_cuda .report .report.diff .report.forms .report.record .target "
         ".train .trust.census passes.contract passes.ops"
     ),
     "fxamp.train": (
-        ".capture .measure .train.ranks .trust .trust.census .trust.ranges .view passes._torch passes.contract "
+        ".capture .measure .observe .train.ranks .trust.census .trust.ranges .view passes._torch passes.contract "
         "passes.graph"
     ),
     "fxamp.pytest_plugin": ".report.gate",

@@ -11,8 +11,8 @@ from passes.contract.plan import Decision
 from passes.graph.notes import is_inserted
 from passes.runtime.casts import again
 
+from ...observe.watch import Dtypes, Place, Ran, Seen, Sum, Watch, dtype_of, dtypes_in, readers
 from ...report.record.build import named
-from ..watch import Dtypes, Place, Ran, Seen, Sum, Watch, dtype_of, dtypes_in, readers
 
 
 @dataclass(frozen=True)
