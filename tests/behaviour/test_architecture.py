@@ -45,8 +45,7 @@ ARROWS = {
     "fxamp.observe": "passes passes._torch passes.contract passes.graph passes.ops",
     "fxamp.report.record": ".observe passes._torch passes.contract passes.graph passes.ops passes.runtime",
     "fxamp.capture": (
-        ".observe .report.record passes passes._torch passes.contract passes.graph passes.legalize passes.ops "
-        "passes.runtime"
+        ".observe passes passes._torch passes.contract passes.graph passes.legalize passes.ops passes.runtime"
     ),
     "fxamp.report.forms": ".report.record passes.contract",
     "fxamp.view": ".capture .observe passes._torch passes.contract passes.graph passes.ops passes.runtime",
