@@ -17,6 +17,7 @@ from passes.contract.errors import CaptureError, NotAModuleError, PlanError, Pol
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy
 
+from .calibration import Calibration
 from .capture import compiled
 from .capture.backend import Inner, refuse_unmatched, require_inner, split
 from .capture.emitted import record_on
@@ -24,11 +25,10 @@ from .capture.given import convert_given, store_low
 from .capture.inputs import Inputs, as_inputs, resolve
 from .capture.parameters import only_read
 from .measure.fastest import fastest_plan, measured_costs
-from .trust.calibration import Calibration
+from .view.capture import capture as capture_view
+from .view.capture import capture_states
 from .view.graphs import graphs_of
 from .view.graphs import plan_of as plan_of_view
-from .view.prime import capture as capture_view
-from .view.prime import capture_states
 from .view.view import is_view, make_view, runner_of
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from passes._torch import TorchDispatchMode
 
-from ..trust.watch import casts_in
+from ..observe.watch import casts_in
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from passes._torch import pytree
 from passes.contract.costs import Call, Filler
 from passes.contract.devices import DEVICES
 
-from ..trust.preserved import same_random_state
+from ..observe.snapshot import same_random_state
 from . import cost_cache
 
 SWEEPS = 3

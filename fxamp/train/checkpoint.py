@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from passes.contract.errors import FxampError, PolicyError, in_short
 from passes.contract.plan import Plan
 
-from ..trust.preserved import random_state, set_random_state
+from ..observe.snapshot import random_state, set_random_state
 from ..view.switch import switch_views
 from .scaler import Tally, require_scale
 from .state import TrainState

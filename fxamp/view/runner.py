@@ -58,7 +58,7 @@ from ..capture.compiled import runner_of
 from ..capture.inputs import device_of, resolve
 from ..capture.outputs import is_whole, low_of_its_own, restored
 from ..capture.parameters import is_only_read
-from ..trust.watch import watching
+from ..observe.watch import watching
 from .copies import Opened
 from .function import Entry, Function
 from .hooks import HookWatch

@@ -24,7 +24,7 @@ from torch.fx import GraphModule
 
 import fxamp
 from fxamp.capture import outputs
-from fxamp.trust.preserved import fresh, preserved, same_attributes
+from fxamp.observe.snapshot import fresh, preserved, same_attributes
 from passes._torch import pytree
 from passes.contract.errors import FxampError, NotFaithfulError, VerificationError
 from passes.contract.policy import Policy

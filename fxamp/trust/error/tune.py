@@ -24,7 +24,7 @@ from passes.contract.policy import Policy
 
 from ...capture.compiled import runner_of
 from ...convert import plan_of
-from ..given_step import Loss, given_step
+from ...observe.workload import Loss, given_step
 from .derivatives import Derivatives, keys_of
 from .report import Errors
 from .runs import AUTOCAST, Subject

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 from passes._torch import pytree
 from passes.contract.errors import CaptureError, NoLossError, NotAModuleError, PolicyError
 
-from .preserved import fresh, same_attributes, same_random_state
+from .snapshot import fresh, same_attributes, same_random_state
 from .tensors import held, kept
 
 MEAN = "the loss was the mean of the float outputs: no loss was given, and the output has none"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fxamp
-from fxamp.trust.given_step import given_step
+from fxamp.observe.workload import given_step
 from passes.contract.errors import CaptureError, NotAModuleError, PolicyError
 from tests.support.helpers import Layers
 
