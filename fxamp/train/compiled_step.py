@@ -23,7 +23,7 @@ from passes.contract.errors import PolicyError
 from passes.graph.notes import is_inserted
 from passes.graph.values import LOW_DTYPES, dtypes_of, no_autocast
 
-from ..trust import given_step
+from ..observe import workload
 from ..view.copies import Lifted, lift, with_copies
 from ..view.function import Entry
 from ..view.runner import Runner
@@ -65,7 +65,7 @@ def _loss_and_output(model: nn.Module, loss_fn: LossFunction | None, inputs: Any
 
 def _its_own_loss(output: Any) -> dict[str, Tensor]:
     """Return what is left of a model's output where its loss alone is read: the rest is not cast, nor handed on."""
-    return {"loss": given_step.loss_of(output, None, None)[0]}
+    return {"loss": workload.loss_of(output, None, None)[0]}
 
 
 def _kept(value: Tensor) -> Tensor:
