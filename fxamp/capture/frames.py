@@ -47,6 +47,11 @@ _IDLE = (
 )
 
 
+def forward_of(kind: type[nn.Module]) -> Any:
+    """Return `forward` of a class of modules; None where only an instance has it, as of what torch.jit made."""
+    return getattr(kind, "forward", None)
+
+
 class Frames:
     """A compiled function, and what became of the frames that its calls reached.
 
@@ -145,7 +150,7 @@ class Frames:
             return _left_to_python()
 
     def _refuse(self, code: CodeType, cause: str) -> None:
-        author = getattr(type(self._model()).forward, "__code__", code) if code is self._code else code
+        author = getattr(forward_of(type(self._model())), "__code__", code) if code is self._code else code
         self.refused[code] = f"{_place(author)}: {cause}"
 
     def _can_compute(self, code: CodeType, reason: str | None, frame: Any) -> bool:
@@ -161,7 +166,7 @@ class Frames:
     def _forwards(self) -> frozenset[CodeType]:
         """The code of `forward` of the model's layers: of modules that hold parameters, or no other modules."""
         layers = (m for m in self._model().modules() if m._parameters or not m._modules)
-        codes = (getattr(type(layer).forward, "__code__", None) for layer in layers)
+        codes = (getattr(forward_of(type(layer)), "__code__", None) for layer in layers)
         return frozenset(code for code in codes if code is not None)
 
 

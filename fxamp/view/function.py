@@ -46,7 +46,7 @@ from ..capture.backend import inner_of, recompute_as_written, rewrite, run_by
 from ..capture.call import Call, current
 from ..capture.compiled import Converted, break_of, copied, elsewhere
 from ..capture.emitted import Kept, at_call
-from ..capture.frames import Frames
+from ..capture.frames import Frames, forward_of
 from ..capture.outputs import is_whole, leaving
 from .copies import Lifted, lift, with_copies
 from .replay import Replaying
@@ -299,7 +299,7 @@ def _globals_for(model: nn.Module) -> dict[str, Any]:
 
     Dynamo imports the module of a function that it inlines, unless it has the globals of the outermost function.
     """
-    for forward in dict.fromkeys(type(module).forward for module in model.modules()):
+    for forward in dict.fromkeys(forward_of(type(module)) for module in model.modules()):
         found: dict[str, Any] = getattr(forward, "__globals__", globals())
         name = found.get("__name__")
         if name in sys.modules and vars(sys.modules[name]) is not found:

@@ -55,6 +55,7 @@ from passes.runtime.regions import ModesKeptOnError
 from ..capture.backend import Inner
 from ..capture.call import Call, begin, current
 from ..capture.compiled import runner_of
+from ..capture.frames import forward_of
 from ..capture.inputs import device_of, resolve
 from ..capture.outputs import is_whole, low_of_its_own, restored
 from ..capture.parameters import is_only_read
@@ -524,7 +525,7 @@ _NOTHING = "no op was captured"
 def _reads_numpy(model: nn.Module) -> bool:
     """Say whether a file that a module of the model, or its `forward`, is written in has imported NumPy."""
     numpy, kinds = sys.modules.get("numpy"), {type(module) for module in model.modules()}
-    files = {name for kind in kinds for name in (kind.__module__, getattr(kind.forward, "__module__", None))}
+    files = {name for kind in kinds for name in (kind.__module__, getattr(forward_of(kind), "__module__", None))}
     known = (vars(sys.modules[name]) for name in files if name in sys.modules and not name.startswith("torch."))
     return numpy is not None and any(value is numpy for names in known for value in list(names.values()))
 

@@ -249,6 +249,21 @@ def test_what_the_inner_compiler_refuses_runs_node_by_node_by_the_plan(caplog: p
     assert fxamp.census(fxamp.convert(model, policy=PINNED, backend=third_fails), x)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
+@pytest.mark.parametrize("traces", [False, True])
+def test_a_submodule_of_torchscript_runs_and_is_named(traces: bool, caplog: pytest.LogCaptureFixture) -> None:
+    scripted: Any = torch.jit.trace(nn.Linear(6, 6), example()) if traces else torch.jit.script(nn.Linear(6, 6))
+    model, x = Two(lambda self, x: self.m(self.scripted(self.l(x))), scripted=scripted), example()
+    with torch.autocast("cpu", BF16):
+        expected = model(x).float()
+    view = fxamp.convert(model, policy="O1,dtype=bf16")
+    for _ in range(2):
+        assert torch.equal(view(x), expected)
+    said = [text for text in warned(caplog) if "did not run its plan" in text]
+    assert len(said) == 1
+    assert traces or "torch.jit.script" in said[0]
+
+
 # Autocast's state is the view's while its model is called, and the user's afterwards.
 
 
