@@ -390,7 +390,9 @@ def _numbered(
         if under_way.does == "compare":
             runner: Any = runner_of()
             with runner.region(cache=False):
-                return captured(*args)
+                outputs = captured(*args)
+            under_way.made += map(weakref.ref, filter(_is_tensor, outputs))
+            return outputs
         under_way.ran.append(number)
         under_way.whole = whole
         if under_way.modes:
@@ -400,11 +402,17 @@ def _numbered(
             outputs = run(*args)
         if kept is not None:
             kept(args, outputs)
+        if not whole:
+            under_way.made += map(weakref.ref, filter(_is_tensor, outputs))
         if crosses:
             crossing.note(under_way, args, outputs)
         return outputs
 
     return call
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor)
 
 
 @contextlib.contextmanager

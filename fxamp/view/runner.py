@@ -387,7 +387,8 @@ class Runner:
     @property
     def refused(self) -> tuple[str, ...]:
         """What of the model's code is left to Python, and why."""
-        texts = (text for f in self._functions.values() for text in f.frames.refused.values())
+        frames = [function.frames for function in self._functions.values()]
+        texts = (text for each in frames for text in (*each.refused.values(), *each.outside.values()))
         return tuple(dict.fromkeys(filter(None, texts)))
 
     def run_as_written(self, why: str) -> None:
@@ -404,9 +405,11 @@ class Runner:
         """
         mine = any(e.state.method == function.method for e in self.entries)
         planned = bool(call.ran or (call.idle and (mine or not self._computes)))  # an early exit may have no op
-        if planned and not call.refused:
+        frames = function.frames
+        outside, frames.news = frames.outside.values() if self.on_change == "error" else frames.news, []
+        if planned and not call.refused and not outside:
             return
-        left = (*call.refused, *(f"graph break at {broke}" for broke in call.idle if broke and not planned))
+        left = (*call.refused, *outside, *(f"graph break at {broke}" for broke in call.idle if broke and not planned))
         why = "" if planned else self.as_written.get(state_of(call.model, function.method)) or self._cause(mine)
         cause = ": ".join(filter(None, (why, "; ".join(dict.fromkeys(left)))))
         if cause == _NOTHING and not self._computes:
