@@ -157,6 +157,8 @@ def refuse_mixed(node: Node, dtype_of: Callable[[Node], Any]) -> None:
     The kernel of a norm takes weights of its input's dtype; if the input is low, it also takes FP32 weights.
     """
     row = row_of(node)
+    if not row.same_dtype and not row.uncast:
+        return
     dtypes = [(o.name in row.uncast, d) for o in ops.operands(node) if (d := dtype_of(o.node)) in ELIGIBLE]
     first, affine = ({d for of_weight, d in dtypes if of_weight is side} for side in (False, True))
     if row.same_dtype and len(first | affine) > 1:
@@ -335,5 +337,5 @@ def dtype_reference(node: Node) -> Node | None:
 
 def dtype_owner(node: Node) -> Node | None:
     """Return y where the node is `y.dtype`, which is read when the graph runs."""
-    owner = node.args[0] if ops.name(node) == "getattr" and node.args[1] == "dtype" else None
+    owner = node.args[0] if row_of(node).asks == "attribute" and node.args[1] == "dtype" else None
     return owner if isinstance(owner, Node) else None

@@ -124,8 +124,7 @@ def facts_of(node: Node, device: str, low: torch.dtype) -> Facts:
 def rule_of(node: Node, device: str, low: torch.dtype | None = None) -> tuple[Rule, str]:
     """Return the row of a call's op and its kind on a device, which may depend on the call's arguments."""
     row, kind = lookup(ops.name(node), device, low)
-    # oneDNN has no projections.
-    composite = row.recurrent and kind == LOW and device == "cpu" and ops.is_projected(node)
+    composite = kind == LOW and DEVICES[device].lists in row.unprojected and ops.is_projected(node)
     return row, COMPOSITE if composite else kind
 
 

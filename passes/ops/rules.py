@@ -63,7 +63,12 @@ def _unknown(name: str) -> Rule:
 
 def row_of(node: Node) -> Rule:
     """Return the row of a call's op, as `row_named` does."""
-    return row_named(ops.name(node))
+    view = ops.view_of(node)
+    row: Rule | None = view.row
+    if row is None:
+        row = row_named(ops.name(node))
+        view.row = row if row.known or not node.op.startswith("call") else None  # its rule may yet be registered
+    return row
 
 
 def is_registered(name: str) -> bool:

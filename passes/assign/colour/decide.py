@@ -46,7 +46,7 @@ def decide(state: State, site: Site) -> Choice | None:
     if site.row.is_cast:
         return _user_cast(state, site)
     choice = _as_read(state, site)
-    if choice is None and (is_in_place(site.name) or out_operands(site.node)) and mutated_operands(site.node):
+    if choice is None and (is_in_place(site.node) or out_operands(site.node)) and mutated_operands(site.node):
         return _in_place(state, site)
     return choice or state.rules.decide(state, site)
 

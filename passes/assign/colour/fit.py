@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -40,7 +41,7 @@ def fit_kernel(state: State, node: Node, choice: Choice) -> tuple[Choice, ValueD
     runs in.
     """
     floats = [o for o in ops.operands(node) if state.dtypes[o.node] in ELIGIBLE]
-    for fit in (choice, *_wider(state, choice, floats)):
+    for fit in itertools.chain([choice], _wider(state, choice, floats)):
         try:
             results = _result_dtypes(state, node, fit)
         except Exception:  # whatever a kernel raises on its operands
