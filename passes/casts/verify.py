@@ -17,7 +17,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ..contract.errors import VerificationError
-from ..contract.reasons import ByOverride
+from ..contract.reasons import OVERRIDE
 from ..form import Assignment, SetDtype, UnderAutocast
 from ..graph.aliases import Aliases, may_alias, may_write, shared_operands
 from ..graph.grad import grad_modes
@@ -215,7 +215,7 @@ def _missing_cast(emitted: Emitted, node: Node) -> Node | None:
     choice = emitted.assignment.colours.get(node)
     if choice is None or choice.dtype not in LOW_DTYPES or ops.argument(node, "dtype") is not None:
         return None
-    if choice.reason.kind != LOW and not isinstance(choice.reason, ByOverride):
+    if choice.reason.kind not in (LOW, OVERRIDE):
         return None
     row, dtypes = row_of(node), emitted.assignment.dtypes
     return _first(

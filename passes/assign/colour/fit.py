@@ -20,7 +20,7 @@ import torch
 from torch.fx import Node
 
 from ...contract.devices import DEVICES
-from ...contract.reasons import DEVIATIONS, ByCast, Code, Reason
+from ...contract.reasons import CAST, DEVIATIONS, Code, Reason
 from ...form import Cast, Choice, Clamp, Replace, SetDtype, UnderAutocast
 from ...graph.aliases import mutated_operands
 from ...graph.notes import note_of
@@ -28,97 +28,97 @@ from ...graph.values import ELIGIBLE, LOW_DTYPES, ValueDtype, dtype_reference, f
 from ...ops import numbers, ops
 from ...ops.rules import COMPOSITE, KEEP, LOW, row_of
 from .operand_casts import all_to, operand_casts
-from .state import Site, State
+from .simulate import Simulation, Site
 
 _UNFIT = "a number does not fit the low dtype"
 
 
-def fit_kernel(state: State, node: Node, choice: Choice) -> tuple[Choice, ValueDtype]:
+def fit_kernel(run: Simulation, node: Node, choice: Choice) -> tuple[Choice, ValueDtype]:
     """Return a choice as the kernel of the op forces it to be, and the dtypes of the results.
 
     A kernel that rejects the operands gets them all in the widest dtype of them, else in FP32, else in the captured
     dtypes, as an op does that fake tensors cannot run. If nothing is cast, torch's promotion decides what the node
     runs in.
     """
-    floats = [o for o in ops.operands(node) if state.dtypes[o.node] in ELIGIBLE]
-    for fit in itertools.chain([choice], _wider(state, choice, floats)):
+    floats = [o for o in ops.operands(node) if run.dtypes[o.node] in ELIGIBLE]
+    for fit in itertools.chain([choice], _wider(run, choice, floats)):
         try:
-            results = _result_dtypes(state, node, fit)
+            results = _result_dtypes(run, node, fit)
         except Exception:  # whatever a kernel raises on its operands
             continue
         promotes = not fit.casts and not ops.name(node).endswith("_")
         return (replace(fit, dtype=first_float(results) or fit.dtype) if promotes else fit), results
-    return (_captured(state, node, choice, floats) if floats else choice), state.original[node]
+    return (_captured(run, node, choice, floats) if floats else choice), run.original[node]
 
 
-def _result_dtypes(state: State, node: Node, choice: Choice) -> ValueDtype:
+def _result_dtypes(run: Simulation, node: Node, choice: Choice) -> ValueDtype:
     """Return the dtypes of the results of a choice; raise what the kernel raises on its operands."""
-    if isinstance(choice.reason, ByCast) or choice.has(SetDtype):
+    if choice.reason.kind == CAST or choice.has(SetDtype):
         return choice.dtype
     if choice.has(UnderAutocast):
-        return state.rules.results(state, node)
+        return run.rules.results(run, node)
     casts = choice.casts
     wanted = {o.node: casts[o.place] for o in ops.operands(node) if o.place in casts}
     keeps = choice.reason.kind in (KEEP, COMPOSITE)
-    keeps &= all(state.original[n] == wanted.get(n, state.dtypes[n]) for n in node.all_input_nodes)
+    keeps &= all(run.original[n] == wanted.get(n, run.dtypes[n]) for n in node.all_input_nodes)
     if keeps or node.op == "call_module" or row_of(node).higher_order:
-        return state.original[node]
-    refuse_mixed(node, lambda n: wanted.get(n, state.dtypes[n]))
-    return state.infer(node, lambda n: wanted.get(n, state.dtypes[n]))
+        return run.original[node]
+    refuse_mixed(node, lambda n: wanted.get(n, run.dtypes[n]))
+    return run.infer(node, lambda n: wanted.get(n, run.dtypes[n]))
 
 
-def results_under_autocast(state: State, node: Node) -> ValueDtype:
+def results_under_autocast(run: Simulation, node: Node) -> ValueDtype:
     """Return the dtypes that a call gives under autocast: as capture saw them, or as its fake kernel has them."""
     observed: ValueDtype = note_of(node).autocast
     if observed is not None or row_of(node).higher_order:
-        return state.original[node] if observed is None else observed
-    here = DEVICES[state.device].is_here()
+        return run.original[node] if observed is None else observed
+    here = DEVICES[run.device].is_here()
     try:
-        with torch.autocast(state.device, state.low) if here else contextlib.nullcontext():
-            return state.infer(node, state.dtypes.__getitem__)
+        with torch.autocast(run.device, run.low) if here else contextlib.nullcontext():
+            return run.infer(node, run.dtypes.__getitem__)
     except Exception:  # whatever a kernel raises; autocast itself would fail
-        return state.original[node]
+        return run.original[node]
 
 
-def _wider(state: State, choice: Choice, floats: list[ops.Operand]) -> Iterator[Choice]:
+def _wider(run: Simulation, choice: Choice, floats: list[ops.Operand]) -> Iterator[Choice]:
     """Yield a choice with all floats cast to the widest dtype of them, and one with all cast to FP32."""
     if not floats:
         return
-    dtypes: list[Any] = [state.dtypes[o.node] for o in floats]
+    dtypes: list[Any] = [run.dtypes[o.node] for o in floats]
     widest = functools.reduce(torch.promote_types, dtypes)
     reasons = {widest: Code.WIDEST("the kernel rejects mixed operands")}
-    reasons.setdefault(torch.float32, Code.KEEP(f"no kernel for {state.low} on this {state.device}"))
+    reasons.setdefault(torch.float32, Code.KEEP(f"no kernel for {run.low} on this {run.device}"))
     for dtype, reason in reasons.items():
-        casts = operand_casts(state.dtypes, floats, dict.fromkeys(floats, dtype).__getitem__)
+        casts = operand_casts(run.dtypes, floats, dict.fromkeys(floats, dtype).__getitem__)
         before = choice.reason
         final = before.final or before.kind == LOW or reason.code is Code.KEEP
         why = replace(before if before.code in DEVIATIONS else before.because(reason), final=final)
         yield replace(choice.edited(*casts, but=Cast), dtype=dtype, reason=why)
 
 
-def _captured(state: State, node: Node, choice: Choice, floats: list[ops.Operand]) -> Choice:
+def _captured(run: Simulation, node: Node, choice: Choice, floats: list[ops.Operand]) -> Choice:
     """Return a choice with the operands in their captured dtypes, for an op that fake tensors cannot run."""
-    before = {o: d if (d := state.original[o.node]) in ELIGIBLE else torch.float32 for o in floats}
-    casts = operand_casts(state.dtypes, floats, before.__getitem__)
+    before = {o: d if (d := run.original[o.node]) in ELIGIBLE else torch.float32 for o in floats}
+    casts = operand_casts(run.dtypes, floats, before.__getitem__)
     why = (Code.KEEP if casts else Code.AS_WRITTEN)("fake tensors cannot run it")
-    dtype = first_float(state.original[node]) or torch.float32
+    dtype = first_float(run.original[node]) or torch.float32
     return replace(choice.edited(*casts, but=Cast), dtype=dtype, reason=replace(choice.reason.because(why), final=True))
 
 
-def fit_numbers(state: State, site: Site, choice: Choice, dtypes: ValueDtype) -> tuple[Choice, ValueDtype]:
+def fit_numbers(run: Simulation, site: Site, choice: Choice, dtypes: ValueDtype) -> tuple[Choice, ValueDtype]:
     """Replace a number that the low dtype cannot hold, or keep the node in FP32; return the results' dtypes too."""
-    if choice.dtype not in LOW_DTYPES or choice.reason.kind == KEEP or isinstance(choice.reason, ByCast):
+    if choice.dtype not in LOW_DTYPES or choice.reason.kind in (KEEP, CAST):
         return choice, dtypes
-    low, literals, constants = choice.dtype, list(numbers.numbers(site.node)), state.extremes.constants
+    low, literals, constants = choice.dtype, list(numbers.numbers(site.node)), run.extremes.constants
     fills = {o: constants[o.node] for o in site.floats if o.node in constants}
-    lowest = [o for o in site.floats if choice.reason.kind == LOW and o.node in state.extremes.lowest]
+    lowest = [o for o in site.floats if choice.reason.kind == LOW and o.node in run.extremes.lowest]
     clamped = [*lowest, *(o for o, x in fills.items() if numbers.is_extreme(x, low))]
     mended = numbers.mend([*literals, *fills.values()], low)
-    unknown = any(o.node in state.extremes.unknown for o in site.floats)
-    if mended is None or (state.policy.level.stores_low and (unknown or numbers.has_tiny(site.row, literals, low))):
+    unknown = any(o.node in run.extremes.unknown for o in site.floats)
+    if mended is None or (run.policy.level.stores_low and (unknown or numbers.has_tiny(site.row, literals, low))):
         is_open = unknown or any(map(numbers.is_open, (*literals, *fills.values())))
         text = "a number that data decides, or a size, may not fit the low dtype" if is_open else _UNFIT
-        return _in_fp32(state, site, choice, dtypes, Code.LITERAL(text))
+        return _in_fp32(run, site, choice, dtypes, Code.LITERAL(text))
     if mended or clamped:
         why = choice.reason.because(Code.LITERAL("finfo(float32).min becomes the minimum of the low dtype"))
         fitting = (Replace(*pair) for pair in mended if pair[0] in literals)
@@ -127,16 +127,16 @@ def fit_numbers(state: State, site: Site, choice: Choice, dtypes: ValueDtype) ->
     return choice, dtypes
 
 
-def _in_fp32(state: State, site: Site, choice: Choice, dtypes: ValueDtype, why: Reason) -> tuple[Choice, ValueDtype]:
+def _in_fp32(run: Simulation, site: Site, choice: Choice, dtypes: ValueDtype, why: Reason) -> tuple[Choice, ValueDtype]:
     """Keep a node in FP32; if it writes in place, keep its target in FP32 from the next run on."""
     node = site.node
     if mutated_operands(node):
-        state.pinned.add(state.aliases.find(mutated_operands(node)[0]))
+        run.pinned.add(run.aliases.find(mutated_operands(node)[0]))
         return choice, dtypes
-    if state.original[node] in LOW_DTYPES and state.aliases.is_mutated(node):
+    if run.original[node] in LOW_DTYPES and run.aliases.is_mutated(node):
         return choice, dtypes  # a low value of the user's: writes would not reach an FP32 copy
     whole = (e for e in choice.edits if isinstance(e, UnderAutocast))
-    choice = all_to(state, site, torch.float32, choice.reason.because(why), final=True).edited(*whole)
+    choice = all_to(run, site, torch.float32, choice.reason.because(why), final=True).edited(*whole)
     if dtype_reference(node) is not None:
         return choice.edited(SetDtype(torch.float32)), torch.float32
-    return fit_kernel(state, node, choice)
+    return fit_kernel(run, node, choice)

@@ -22,25 +22,25 @@ from ...graph.values import ELIGIBLE, concrete, described, run_first_step
 from ...ops import ops
 from ...ops.facts import lacks_low
 from ...ops.rules import Rule, is_registered
-from .state import State
+from .simulate import Simulation
 
 
-def lacks_low_kernel(state: State, node: Node, row: Rule, low: torch.dtype) -> bool:
+def lacks_low_kernel(run: Simulation, node: Node, row: Rule, low: torch.dtype) -> bool:
     """Say whether the device has no low kernel for an op: its row says so, or the op fails where it is tried.
 
     The op runs on zeros of the sizes in the graph, and the random state is restored. If the op fails in the original
     dtypes too, nothing is known about the low one.
     """
     name = ops.name(node)
-    if lacks_low(node, row, state.device):
+    if lacks_low(node, row, run.device):
         return True
-    if not (row.tries_low or "::" in name) or not DEVICES[state.device].is_here():
+    if not (row.tries_low or "::" in name) or not DEVICES[run.device].is_here():
         return False
     key = (name, low, repr(torch.fx.map_arg((node.args, dict(node.kwargs)), lambda n: None)))
-    if key not in state.lacking:
-        runs = _runs(node, lambda n: low if state.dtypes.get(n) in ELIGIBLE else None)
-        state.lacking[key] = not runs and _runs(node, lambda n: None)
-    return state.lacking[key]
+    if key not in run.lacking:
+        runs = _runs(node, lambda n: low if run.dtypes.get(n) in ELIGIBLE else None)
+        run.lacking[key] = not runs and _runs(node, lambda n: None)
+    return run.lacking[key]
 
 
 def refuse_untold_writes(graph: Graph, device: str) -> None:

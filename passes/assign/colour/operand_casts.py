@@ -19,7 +19,7 @@ from ...form import Cast, Choice
 from ...graph.values import ELIGIBLE, LOW_DTYPES, Dtypes, ValueDtype, first_float
 from ...ops import ops
 from ...ops.rules import Rule
-from .state import Site, State
+from .simulate import Simulation, Site
 
 
 def operand_casts(
@@ -30,34 +30,34 @@ def operand_casts(
     return tuple(Cast(o.place, d) for o, d in pairs if isinstance(d, torch.dtype) and d != dtypes[o.node])
 
 
-def all_to(state: State, site: Site, dtype: torch.dtype, reason: Reason, *, final: bool = False) -> Choice:
+def all_to(run: Simulation, site: Site, dtype: torch.dtype, reason: Reason, *, final: bool = False) -> Choice:
     """Cast every castable operand that has another dtype."""
-    operands = (o for o in site.floats if castable(state, o, site.row, dtype))
-    casts = operand_casts(state.dtypes, operands, lambda o: dtype)
+    operands = (o for o in site.floats if castable(run, o, site.row, dtype))
+    casts = operand_casts(run.dtypes, operands, lambda o: dtype)
     return Choice(dtype, site.says(reason, final=final), casts)
 
 
-def castable(state: State, operand: ops.Operand, row: Rule, dtype: torch.dtype) -> bool:
+def castable(run: Simulation, operand: ops.Operand, row: Rule, dtype: torch.dtype) -> bool:
     """Say whether a rule lets an operand be cast to a dtype."""
-    if state.dtypes[operand.node] not in ELIGIBLE or (operand.name in row.uncast and dtype in LOW_DTYPES):
+    if run.dtypes[operand.node] not in ELIGIBLE or (operand.name in row.uncast and dtype in LOW_DTYPES):
         return False
     return not row.cast_arguments or operand.name in row.cast_arguments
 
 
-def natural(state: State, site: Site, reason: Reason, *, final: bool = False) -> Choice:
+def natural(run: Simulation, site: Site, reason: Reason, *, final: bool = False) -> Choice:
     """Leave the operands as they are; if the kernel rejects mixed dtypes, cast all to the widest."""
-    dtypes = [d for o in site.floats if isinstance(d := state.dtypes[o.node], torch.dtype)]
+    dtypes = [d for o in site.floats if isinstance(d := run.dtypes[o.node], torch.dtype)]
     widest = functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32
     if len(set(dtypes)) > 1 and site.row.same_dtype and site.row.gives != "first":
         reason = site.says(reason).because(Code.WIDEST("the kernel rejects mixed operands"))
-        return all_to(state, site, widest, reason, final=final)
+        return all_to(run, site, widest, reason, final=final)
     return Choice(widest, site.says(reason, final=final))
 
 
-def keep(state: State, site: Site, reason: Reason) -> Choice:
+def keep(run: Simulation, site: Site, reason: Reason) -> Choice:
     """Cast the operands back to the dtypes that they had when the graph was captured."""
-    single = [o for o in site.floats if isinstance(state.dtypes[o.node], torch.dtype)]
-    casts = operand_casts(state.dtypes, single, lambda o: state.original[o.node])
-    before = (d for o in site.floats if isinstance(d := state.original[o.node], torch.dtype))
-    dtype = first_float(state.original[site.node]) or next(before, torch.float32)
+    single = [o for o in site.floats if isinstance(run.dtypes[o.node], torch.dtype)]
+    casts = operand_casts(run.dtypes, single, lambda o: run.original[o.node])
+    before = (d for o in site.floats if isinstance(d := run.original[o.node], torch.dtype))
+    dtype = first_float(run.original[site.node]) or next(before, torch.float32)
     return Choice(dtype, site.says(reason, final=True), casts)

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 
 from ...contract.costs import Candidate, CostModel, Net, Read, Run
-from ...contract.reasons import ByCast
+from ...contract.reasons import CAST
 from ...form import Position, Replace
 from ...graph.aliases import mutated_operands
 from ...graph.grad import grad_modes, shares_cast, shares_storage, what_it_reads
@@ -58,7 +58,7 @@ class Uses:
     def upcasts(self, node: Node) -> bool:
         """Say whether the user casts a value up here."""
         choice = self.simulation.colours.get(node)
-        if choice is None or not isinstance(choice.reason, ByCast) or choice.dtype != torch.float32:
+        if choice is None or choice.reason.kind != CAST or choice.dtype != torch.float32:
             return False
         value: Any = node.args[0]
         return self.simulation.dtypes[value] in ELIGIBLE
