@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from .assign.place.costs import ByteCosts as ByteCosts
 from .assign.place.costs import Frequencies as Frequencies
-from .assign.place.costs import MeasuredCosts as MeasuredCosts
 from .assign.place.costs import Penalties as Penalties
 from .graph.origin import Origin as Origin
 from .pipeline import NAMES as NAMES
@@ -20,6 +19,6 @@ from .watch import Timed as Timed
 from .watch import watched as watched
 
 __all__ = [
-    "NAMES", "ByteCosts", "Frequencies", "MeasuredCosts", "Origin", "Penalties", "Pipeline", "Printed", "Timed",
+    "NAMES", "ByteCosts", "Frequencies", "Origin", "Penalties", "Pipeline", "Printed", "Timed",
     "compile_graph", "watched",
 ]  # fmt: skip

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from passes import MeasuredCosts
 from passes._torch import pytree
 from passes.contract.costs import CostModel
 from passes.contract.devices import DEVICES
@@ -34,6 +33,7 @@ from ..trust.preserved import fresh, preserved
 from ..view.graphs import plan_of
 from ..view.prime import capture, twin_of
 from ..view.view import make_view, runner_of
+from .costs import MeasuredCosts
 from .counts import laps
 from .timing import OpTimer, training_alone
 

@@ -1,4 +1,4 @@
-"""The interface of a cost model: what the cut asks the price of, and how it is answered. And calls to be timed.
+"""The interface of a cost model: what the cut asks the price of, and how it is answered.
 
 The cut chooses in which of two dtypes, low or FP32, each free op runs. A model prices each of them in both, and the
 casts that become necessary where an op reads a value in the other dtype.
@@ -6,14 +6,12 @@ casts that become necessary where an op reads a value in the other dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Mapping, Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.fx import Node
-
-from .policy import dtype_name
 
 
 class Run(NamedTuple):
@@ -151,37 +149,3 @@ class CostModel(Protocol):
 
     def price(self, nodes: Sequence[Candidate], nets: Sequence[Net]) -> Prices:
         """Price everything in one graph at once."""
-
-
-@dataclass(frozen=True)
-class Filler:
-    """A tensor to run an op on; it has strides, since the time of an op depends on them."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-
-    def __str__(self) -> str:
-        """Write it short: `float32[4, 8]/[8, 1]`, with a `'` where gradients flow."""
-        name = dtype_name(self.dtype)
-        return f"{name}{list(self.shape)}/{list(self.stride)}{chr(39) * self.requires_grad}"
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call to be timed, forward and backward.
-
-    Attributes:
-        key: all that its time depends on, apart from the machine, as text; calls with equal keys take equally long.
-        args: its arguments, with a Filler for every tensor; likewise `kwargs`.
-    """
-
-    key: str
-    function: Callable[..., Any] = field(compare=False)
-    args: Any = field(compare=False)
-    kwargs: Any = field(compare=False)
-
-
-# Gives the nanoseconds of each call, forward and backward together; leaves out those that cannot run.
-Timer = Callable[[Sequence[Call]], Mapping[Call, int]]

@@ -36,6 +36,12 @@ def may_alias(node: Node) -> bool:
     return schema is not None and any(r.alias_info is not None for r in schema.returns)
 
 
+def makes_view(node: Node) -> bool:
+    """Say whether an op makes a view for all operands."""
+    schema = ops.schema_of(node)
+    return row_of(node).asks == "item" or (schema is not None and any(r.alias_info is not None for r in schema.returns))
+
+
 def out_operands(node: Node) -> list[Node]:
     """Return the operands that receive the results of a call: `out=`, or the arguments that its schema marks so."""
     overload = isinstance(node.target, OpOverload)

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch.fx import Node
 
-from passes import ByteCosts, Frequencies, MeasuredCosts, Penalties
-from passes.assign.place.costs import PARTS, ROUND_TRIPS, round_trips
-from passes.contract.costs import Call, Candidate, CostModel, Filler, Net, Prices, Read, Run
+from fxamp.measure.costs import ROUND_TRIPS, Call, Filler, MeasuredCosts, round_trips
+from passes import ByteCosts, Frequencies, Penalties
+from passes.assign.place.costs import PARTS
+from passes.contract.costs import Candidate, CostModel, Net, Prices, Read, Run
 from passes.contract.devices import DEVICES
 from passes.contract.errors import PolicyError
 from passes.contract.plan import Plan
