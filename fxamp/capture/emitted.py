@@ -29,9 +29,10 @@ from passes.contract.plan import Plan
 from passes.graph.values import LOW_DTYPES, dtypes_of, module_path, source
 from passes.ops import ops
 from passes.ops.rules import row_of
-from passes.runtime.regions import ModesKeptOnError, under_autocast
+from passes.runtime.regions import under_autocast
 
 from .compiled import Converted
+from .modes import ModesKeptOnError
 from .outputs import noted
 from .parameters import low_parameters, refuse_low_parameters
 from .scope import is_gathered, is_training

@@ -26,9 +26,9 @@ from torch import nn
 
 from passes._torch import OWN_CACHE, compile_records, dynamo_errors, dynamo_is_disabled, dynamo_settings
 from passes.contract.errors import CaptureError, in_short
-from passes.graph.recurrence import fakes_of_one_step
 
 from .call import current
+from .one_step import fakes_of_one_step
 
 CEILING = 256  # graphs of one code, as torch has it for all uses of a code together
 _LIMITS = {

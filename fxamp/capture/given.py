@@ -47,7 +47,6 @@ from passes.graph.bodies import origins_of
 from passes.graph.grad import SWITCHES
 from passes.graph.notes import is_inserted
 from passes.graph.origin import Origin, Origins
-from passes.graph.recurrence import fakes_of_one_step
 from passes.legalize.inline import copy_body, put_in_place
 from passes.ops import ops
 from passes.ops.rules import row_of
@@ -58,6 +57,7 @@ from .capture_jit import attribute_of, regions_of
 from .compiled import copied
 from .emitted import Emitted, is_writable, with_record
 from .inputs import Inputs, resolve
+from .one_step import fakes_of_one_step
 from .parameters import opaque_parameters, refuse_low_parameters
 
 

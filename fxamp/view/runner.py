@@ -50,12 +50,12 @@ from passes.contract.errors import CaptureError, FxampError, PolicyError, in_sho
 from passes.contract.plan import CERTIFICATE, Plan
 from passes.contract.policy import Override, Policy, nearest
 from passes.contract.reasons import Code
-from passes.runtime.regions import ModesKeptOnError
 
 from ..capture.backend import Inner
 from ..capture.call import Call, begin, current
 from ..capture.compiled import runner_of
 from ..capture.inputs import device_of, resolve
+from ..capture.modes import ModesKeptOnError
 from ..capture.outputs import is_whole, low_of_its_own, restored
 from ..capture.parameters import is_only_read
 from ..trust.watch import watching

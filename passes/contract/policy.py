@@ -13,7 +13,7 @@ import functools
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, fields, replace
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -277,29 +277,6 @@ def op_override(policy: Policy, op: str) -> Override | None:
     return next((Override("op", key, colour) for key, colour in policy.ops if key == op), None)
 
 
-def policy_of_part(policy: Policy, path: str, part: nn.Module) -> Policy:
-    """Return the policy of the part of a model at a path, from that of the whole, in which paths are of the whole.
-
-    The rest of the model reads the outputs of the part as it does under autocast.
-    """
-    depth, types = path.count(".") + 1, type_names(type(part))
-    cover = module_override(policy, [(path, types)])
-    covered = cover is not None and cover.kind == "path"  # a path wins over the types inside it
-    modules: dict[str, str] = {}
-    for key, colour in policy.modules:
-        head, rest = (".".join(segments) for segments in (key.split(".")[:depth], key.split(".")[depth:]))
-        inside = rest if rest and _glob(head).fullmatch(path) else "" if covered else key
-        alone = Policy(modules={inside: colour}) if inside else None
-        if alone and any(module_override(alone, [(p, type_names(type(m)))]) for p, m in part.named_modules()):
-            modules[inside] = colour
-    if cover is not None and covered:
-        modules[types[0]] = cover.colour
-    ops = {key.removeprefix(path).removeprefix("."): c for key, c in policy.ops
-           if "#" not in key or key.startswith((f"{path}.", f"{path}/"))}  # fmt: skip
-    outputs = "autocast" if policy.output_dtype == "original" else policy.output_dtype
-    return replace(policy, modules=tuple(modules.items()), ops=tuple(ops.items()), output_dtype=outputs)
-
-
 def check_used(policy: Policy, stacks: Iterable[Stack], ops: Iterable[str]) -> None:
     """Refuse a policy with an override that matches nothing, naming the nearest name there is.
 
@@ -353,7 +330,7 @@ def _matches(policy: Policy, stack: Stack) -> Iterable[tuple[tuple[int, int, int
     path = stack[-1][0]
     for key, colour in policy.modules:
         # The root has no path, so that no glob matches it; only its type does.
-        if path and _glob(key).fullmatch(path):
+        if path and glob(key).fullmatch(path):
             yield (1, len(key.partition("*")[0]), 0), Override("path", key, colour)
             continue
         for depth, (_, types) in reversed(list(enumerate(stack))):
@@ -364,7 +341,7 @@ def _matches(policy: Policy, stack: Stack) -> Iterable[tuple[tuple[int, int, int
 
 
 @functools.lru_cache(maxsize=1024)
-def _glob(key: str) -> re.Pattern[str]:
+def glob(key: str) -> re.Pattern[str]:
     """Compile a glob of module paths: `*` stays within one segment, submodules are covered.
 
     Text between two stars matches where it first occurs (a lookahead does not backtrack), so that the time to match

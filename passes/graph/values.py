@@ -21,7 +21,6 @@ from ..contract.policy import type_names
 from ..ops import ops
 from ..ops.rules import row_of
 from ..runtime.casts import ELIGIBLE as ELIGIBLE
-from .recurrence import first_step
 
 LOW_DTYPES = (torch.float16, torch.bfloat16)
 _FRAME = re.compile(r'File "(.*)", line (\d+)')
@@ -252,6 +251,11 @@ class Inference:
 def run(node: Node, value_of: Callable[[Node], Any]) -> Any:
     """Run the op of a call on these values of its operands."""
     return _call(node, *torch.fx.map_arg((node.args, dict(node.kwargs)), value_of))
+
+
+def first_step(x: torch.Tensor, batch_first: bool) -> torch.Tensor:
+    """Return the first time step of an input, [1, batch, features] of [steps, batch, features], or without a batch."""
+    return x.narrow(1 if batch_first and x.dim() == 3 else 0, 0, 1)
 
 
 def run_first_step(node: Node, value_of: Callable[[Node], Any]) -> Any:
