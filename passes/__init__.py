@@ -13,7 +13,7 @@ from .assign.place.costs import Frequencies as Frequencies
 from .assign.place.costs import Penalties as Penalties
 from .form import Pass as Pass
 from .form import Unit as Unit
-from .graph.origin import Origin as Origin
+from .graph.notes import Origin as Origin
 from .pipeline import NAMES as NAMES
 from .pipeline import Pipeline as Pipeline
 from .pipeline import compile_graph as compile_graph

@@ -26,12 +26,10 @@ from .contract.plan import Plan
 from .contract.plan_format import REMEDY
 from .contract.policy import Policy, Target, check_used
 from .form import Assignment, Pass, Unit
-from .graph.bodies import Border, all_graphs, bodies_of
-from .graph.notes import is_inserted
-from .graph.origin import Origin
+from .graph.bodies import Border, all_graphs, bodies_of, is_pure
+from .graph.notes import Origin, is_inserted, note, note_origins
 from .graph.values import keys, module_types, no_autocast
 from .legalize.legalize import Legalize
-from .legalize.origins import note_origins
 from .ops import ops
 from .ops.facts import this_machine
 from .ops.rules import COMPOSITE
@@ -126,7 +124,7 @@ def compile_graph(
     target, steps = Target.of(policy), pipeline or Pipeline.of(policy, plan, exact, costs)
     with no_autocast():
         verify(graph)
-        note_origins(graph, attribute, origins)
+        _note(graph, attribute, origins)
         edits: Counter[str] = Counter()
         _prepare(Unit(graph, attribute, target), steps.prepare, edits, set())
         bodies = bodies_of(graph, attribute) if policy.level.rounds else {}
@@ -145,6 +143,15 @@ def compile_graph(
     return replace(
         _plan_of(policy, capture, notes, units, edits), timings={k: t for each in timings for k, t in each.items()}
     )
+
+
+def _note(graph: Graph, attribute: Callable[[str], Any], origins: Mapping[Node, Origin]) -> None:
+    """Note on every node of a graph, and of those inside it, where it comes from, and which bodies are pure."""
+    note_origins(graph, attribute, origins)
+    for node, bodies in bodies_of(graph, attribute).items():
+        for body in bodies:
+            _note(body.graph, body.attribute, origins)
+        note(node, pure=is_pure(bodies))  # neither an alias nor a write: see `aliases.is_opaque`
 
 
 def _prepare(unit: Unit, steps: Sequence[Pass], edits: Counter[str], done: set[Graph]) -> None:

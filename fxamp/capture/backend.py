@@ -27,7 +27,7 @@ from passes.contract.errors import PolicyError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy, check_used, nearest, type_names
 from passes.graph.grad import requires_grad
-from passes.graph.origin import Origin, Origins, buffer_origin
+from passes.graph.notes import Origin, Origins, buffer_origin
 from passes.graph.outputs import read_outputs
 from passes.graph.values import described, no_autocast, retyped
 from passes.ops import ops

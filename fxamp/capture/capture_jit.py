@@ -21,8 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 from passes._torch import enter_autocast, exit_autocast, is_transformed, pytree, source_name, without_transforms
 from passes.contract.policy import Policy, module_override, type_names
 from passes.graph.bodies import bodies_of
-from passes.graph.notes import provenance
-from passes.graph.origin import CastMeaning, Origin, Origins, Region
+from passes.graph.notes import CastMeaning, Origin, Origins, Region, provenance
 from passes.graph.values import (
     ELIGIBLE,
     LOW_DTYPES,

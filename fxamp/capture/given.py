@@ -45,8 +45,7 @@ from passes.contract.plan_format import REMEDY
 from passes.contract.policy import Policy
 from passes.graph.bodies import origins_of
 from passes.graph.grad import SWITCHES
-from passes.graph.notes import is_inserted
-from passes.graph.origin import Origin, Origins
+from passes.graph.notes import Origin, Origins, is_inserted
 from passes.legalize.inline import copy_body, put_in_place
 from passes.ops import ops
 from passes.ops.rules import row_of

@@ -22,9 +22,8 @@ from passes._torch import pytree
 from passes.contract.costs import CostModel
 from passes.contract.devices import DEVICES
 from passes.contract.errors import PolicyError
-from passes.contract.levels import Level
 from passes.contract.plan import Plan
-from passes.contract.policy import Policy
+from passes.contract.policy import Level, Policy
 from passes.contract.reasons import Code
 from passes.graph.values import no_autocast
 

@@ -42,9 +42,9 @@ from ..graph.values import (
 )
 from ..ops import ops
 from ..ops.rules import KEEP, LOW, is_registered, row_of
+from .colour.decide import AutocastRules, PolicyRules
 from .colour.kernels import refuse_untold_writes
 from .colour.simulate import Simulation
-from .colour.strategies import AutocastRules, PolicyRules
 from .place.choose_storage import choose_storage
 from .place.costs import ByteCosts
 from .place.saturate import saturate

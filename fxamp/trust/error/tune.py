@@ -18,9 +18,8 @@ from torch.fx import GraphModule
 
 from passes import ByteCosts, Penalties
 from passes.contract.errors import PolicyError, in_short
-from passes.contract.levels import Level
 from passes.contract.plan import CERTIFICATE, Plan
-from passes.contract.policy import Policy
+from passes.contract.policy import Level, Policy
 
 from ...capture.compiled import runner_of
 from ...convert import plan_of

@@ -1,32 +1,46 @@
 """What decides on a node: the user's code, the policy, an autocast region, and last the rule of its op.
 
 Casts, in-place writes and reads of bits in the user's code come first. Which of the others are asked, and in which
-order, is a matter of the strategy (`strategies.py`).
+order, is a matter of the strategy: `AutocastRules` do what `torch.autocast` does, `PolicyRules` what a policy asks for.
+
+Before: softmax(x: bf16), by a rule that runs it in FP32 as it is sensitive to rounding
+After:  AutocastRules: in the dtype of the device's list; PolicyRules at O2: FP32
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Node
 
 from ...contract.devices import DEVICES
 from ...contract.errors import PolicyError
-from ...contract.policy import module_override, op_override
-from ...contract.reasons import CAST, OVERRIDE, REGION, Code, Reason
-from ...form import Choice, Clamp, SetDtype
-from ...graph.aliases import is_in_place, may_alias, mutated_operands, out_operands
+from ...contract.policy import Level, module_override, op_override
+from ...contract.reasons import AS_AUTOCAST, CAST, OVERRIDE, REGION, Code, Reason
+from ...form import Choice, Clamp, SetDtype, UnderAutocast
+from ...graph.aliases import is_in_place, may_alias, may_write, mutated_operands, out_operands
+from ...graph.islands import islands
 from ...graph.notes import DECOMPOSE, note_of, region_on
-from ...graph.values import ELIGIBLE, LOW_DTYPES, described, dtype_reference, first_float, is_floating, literal_dtype
+from ...graph.values import (
+    ELIGIBLE,
+    LOW_DTYPES,
+    ValueDtype,
+    described,
+    dtype_reference,
+    first_float,
+    is_floating,
+    literal_dtype,
+)
 from ...ops import numbers, ops
-from ...ops.facts import rule_of
-from ...ops.rules import BANNED, COMPOSITE, FOLLOW, FP32, KEEP, LOW, PROMOTE
-from .kernels import lacks_low_kernel
+from ...ops.facts import accumulates, facts_of, lacks_low, rule_of
+from ...ops.rules import BANNED, COMPOSITE, FOLLOW, FP32, KEEP, LOW, PROMOTE, row_of
+from .extremes import converts
+from .kernels import fit_kernel, fit_numbers, lacks_low_kernel, results_under_autocast
 from .operand_casts import all_to, castable, keep, natural, operand_casts
 from .simulate import Simulation, Site
-from .user_casts import Intent, meaning
+from .user_casts import Intent, meaning, observed, uncopied_without_grad
 
 
 def site_of(run: Simulation, node: Node, floats: Iterable[ops.Operand]) -> Site:
@@ -282,3 +296,258 @@ def _composite(run: Simulation, site: Site) -> Choice:
 KINDS: dict[str, Callable[[Simulation, Site], Choice]] = {
     LOW: _low, FP32: fp32, PROMOTE: _promote, FOLLOW: _follow, KEEP: _kept, BANNED: _banned, COMPOSITE: _composite,
 }  # fmt: skip
+
+
+_WHOLE = Reason(Code.AS_AUTOCAST, "runs under torch.autocast, on operands in autocast's dtypes", AS_AUTOCAST)
+
+
+def _region(run: Simulation, node: Node) -> UnderAutocast:
+    """Return the region that a call gets in which it runs as under autocast."""
+    region = region_on(node, run.device)
+    return UnderAutocast(run.device, (region and region[2]) or run.low)
+
+
+class AutocastRules:
+    """What torch's dispatcher does under autocast: it knows neither policy nor level, and looks at no number."""
+
+    def settle(self, run: Simulation) -> None:
+        """Run over a graph, as often as it takes."""
+        run.run()
+
+    def choose(self, run: Simulation, node: Node, floats: list[ops.Operand]) -> tuple[Choice, ValueDtype] | None:
+        """Return the choice for a call, and the dtypes of its results; None if there is nothing to choose."""
+        site = site_of(run, node, floats)
+        choice = decide(run, site)
+        return None if choice is None else self.fit(run, site, choice)
+
+    def decide(self, run: Simulation, site: Site) -> Choice:
+        """Return the choice for a call that is neither a user cast nor a write."""
+        choice = outside_autocast(run, site) or beside_float64(run, site)
+        if choice is None and site.kind in (KEEP, BANNED, COMPOSITE):
+            choice = self.whole(run, site) if runs_whole(site) else None
+            return choice or KINDS[FOLLOW](run, site.of_kind(FOLLOW))
+        return choice or KINDS[site.kind](run, site)
+
+    def exempt(self, run: Simulation, site: Site, cast: Sequence[ops.Operand]) -> Choice | None:
+        """Return the choice for a call whose rule is `low`, but which does not run low; `cast` are operands to cast."""
+        return None
+
+    def whole(self, run: Simulation, site: Site) -> Choice | None:
+        """Return the choice to run a call under autocast as it is; None if its operands cannot be as they are there."""
+        choice = natural(run, site, _WHOLE).edited(_region(run, site.node))
+        return replace(choice, dtype=first_float(note_of(site.node).autocast) or choice.dtype)
+
+    def results(self, run: Simulation, node: Node) -> ValueDtype:
+        """Return the dtypes that a call gives that runs under autocast as it is."""
+        return results_under_autocast(run, node)
+
+    def fit(self, run: Simulation, site: Site, choice: Choice) -> tuple[Choice, ValueDtype]:
+        """Return a choice as kernel and numbers force it to be, and the dtypes of the results."""
+        return fit_kernel(run, site.node, choice)
+
+    def learn(self, run: Simulation, node: Node, floats: Sequence[ops.Operand]) -> None:
+        """Take in what the numbers of a graph say of a value that has now been decided on."""
+
+
+@dataclass(frozen=True)
+class PolicyRules(AutocastRules):
+    """What a policy asks for at a level: its pins and overrides come first, and O2 and O3 read rules in their own way.
+
+    O2 runs ops low that are not sensitive, O3 all that have a low kernel.
+    """
+
+    level: Level
+
+    def settle(self, run: Simulation) -> None:
+        """Run until no alias set that is written has members of different dtypes."""
+        low, graph, find = self.level.stores_low, run.graph, run.aliases.find
+        uncopied = uncopied_without_grad(graph, run.original) if low else ()
+        run.islands = islands(graph) if low else frozenset()
+        run.pinned = {find(v) for v in observed(graph) if run.original[v] == torch.float32}
+        run.pinned |= {find(v) for v in uncopied if run.under_autocast(v) == run.original[v]}
+        while True:
+            before = len(run.pinned)
+            run.run()
+            run.pinned |= {*map(find, self._conflicts(run))}
+            if len(run.pinned) == before:
+                break
+
+    def decide(self, run: Simulation, site: Site) -> Choice:
+        """Return the choice for a call: by a pin, the policy, a region of the model's own, or the rule at the level."""
+        for decider in (pinned, overridden, outside_autocast, beside_float64):
+            choice = decider(run, site)
+            if choice is not None:
+                return choice
+        if site.node in run.islands:
+            return fp32(run, site, Code.ISLAND("a norm written by hand is FP32 throughout"))
+        if self.level.stores_low:
+            site = self._at_level(run, site)
+            if site.kind in (PROMOTE, FOLLOW) and not moves_written(run, site) and _lowers(run, site):
+                code = Code.O3_LOW if self.level.rounds_sensitive else Code.O2_LOW
+                return all_to(run, site, site.low, code("not sensitive, and an operand is low"))
+        reads = site.kind in (PROMOTE, FOLLOW) and any(run.dtypes[o.node] in LOW_DTYPES for o in site.floats)
+        if (site.kind == LOW or reads) and lacks_low_kernel(run, site.node, site.row, site.low):
+            return without_kernel(run, site)
+        kept = site.kind in (KEEP, BANNED, COMPOSITE) and run.policy.unknown_ops == "autocast"
+        whole = self.whole(run, site) if kept and runs_whole(site) else None
+        return whole or KINDS[site.kind](run, site)
+
+    def exempt(self, run: Simulation, site: Site, cast: Sequence[ops.Operand]) -> Choice | None:
+        """Leave a `low` op FP32 whose operands the user upcast, or that reads nothing but numbers out of range."""
+        if site.low == run.low and any(_is_cast_to_the_other(run, o.node, site.low) for o in cast):
+            why = Code.USER_CAST("your code casts an operand to the other low dtype")  # and no region asks for it
+            return all_to(run, site, torch.float32, why, final=True)
+        if all(o.node in run.upcast for o in site.floats):
+            return natural(run, site, Code.USER_CAST("your code casts every operand up"), final=True)
+        extremes, values = run.extremes, [o.node for o in site.floats]
+        fixed = all(n in extremes.fixed for n in values) and any(n in extremes.values for n in values)
+        if self.level.stores_low and fixed:
+            return natural(run, site, Code.POSITION("computed from nothing but integers and buffers"), final=True)
+        return None
+
+    def whole(self, run: Simulation, site: Site) -> Choice | None:
+        """Cast the operands to the dtypes that they have under autocast, under which the call then runs.
+
+        Return None where those dtypes are not known, or where a cast would be of a value that the call may write to;
+        and where they are several, which the backward of an op rejects that gives the first one's.
+        """
+        mixed = len({run.under_autocast(o.node) for o in site.floats}) > 1
+        if mixed and site.row.same_dtype and site.row.gives == "first":
+            return None
+        written = set(may_write(site.node))
+        changed = [o for o in site.floats if run.under_autocast(o.node) != run.dtypes[o.node]]
+        if any(not isinstance(run.under_autocast(o.node), torch.dtype) or o.node in written for o in changed):
+            return None
+        casts = operand_casts(run.dtypes, changed, lambda o: run.under_autocast(o.node))
+        dtype = first_float(run.under_autocast(site.node)) or torch.float32
+        return Choice(dtype, _WHOLE, (*casts, _region(run, site.node)))
+
+    def results(self, run: Simulation, node: Node) -> ValueDtype:
+        """Return the dtypes that autocast gives."""
+        return run.under_autocast(node)
+
+    def fit(self, run: Simulation, site: Site, choice: Choice) -> tuple[Choice, ValueDtype]:
+        """Fit a choice to the numbers that an op reads too; what makes complex numbers of 16 bits keeps its dtypes."""
+        node, (choice, results) = site.node, fit_kernel(run, site.node, choice)
+        # Complex numbers of 16 bits are made of FP16, from torch 2.15 on of BF16 too.
+        halves = isinstance(results, torch.dtype) and results.is_complex and results.itemsize == 4
+        dtypes = (choice.casts.get(o.place, run.dtypes[o.node]) for o in site.floats)
+        if halves and results != run.original[node] and any(d in LOW_DTYPES for d in dtypes):
+            kept = keep(run, site.of_kind(KEEP), Code.KEEP("complex numbers are not rounded"))
+            choice, results = fit_kernel(run, node, kept)
+        return fit_numbers(run, site, choice, results)
+
+    def learn(self, run: Simulation, node: Node, floats: Sequence[ops.Operand]) -> None:
+        """Take in its range, and whether it is what the user has upcast, moved."""
+        if not node.op.startswith("call"):
+            run.extremes.hold(node)
+            return
+        row = row_of(node)
+        run.extremes.visit(node, row, run.dtypes)
+        moves = row.commutes and is_floating(run.dtypes[node])
+        if moves and floats and all(o.node in run.upcast for o in floats):
+            run.upcast.add(node)
+
+    def _at_level(self, run: Simulation, site: Site) -> Site:
+        """Return a call with the kind that a level beyond autocast gives it."""
+        values = [o.node for o in site.floats]
+        if values and all(run.dtypes[n] in LOW_DTYPES and run.dtypes[n] != site.low for n in values):
+            return site  # all of it is in the other low dtype, which the user chose: there are no bytes to save
+        extreme = any(n in run.extremes.values for n in values) or converts(site.node, run.dtypes)
+        return site.of_kind(self._kind(run, site, extreme))
+
+    def _kind(self, run: Simulation, site: Site, extreme: bool) -> str:
+        """Return the kind of a call at O2 or O3; `extreme` says that an operand holds what the low dtype cannot."""
+        node, row, kind = site.node, site.row, site.kind
+        if kind in (LOW, KEEP, BANNED, COMPOSITE):
+            return kind
+        if lacks_low(node, row, run.device) or row.no_low_backward:
+            return FP32
+        several = PROMOTE if kind == PROMOTE or len(site.floats) > 1 else FOLLOW
+        if self.level.rounds_sensitive and not extreme:
+            return LOW if row.gives in ("float", "first") and not row.commutes else several
+        if row.loss:  # FP32, except a loss that only selects values
+            return FOLLOW if facts_of(node, run.device, run.low).commutes_forward else FP32
+        if accumulates(node, row) or (row.sensitive and not _is_safe(run, site)):
+            return FP32
+        return several if kind == FP32 else kind
+
+    def _conflicts(self, run: Simulation) -> Iterator[Node]:
+        """Yield a value of every mutated alias set whose members got different dtypes: it has to keep its own."""
+        for root, members in run.aliases.sets().items():
+            # A cast to or from 64 bits is a copy at every level.
+            several = len({run.dtypes.get(m) for m in members} & {*ELIGIBLE}) > 1
+            if several or (self.level.stores_low and any(_changes_a_copy(run, m) for m in members)):
+                yield root
+                yield from _references_of_new_copies(run, members) if self.level.stores_low else ()
+        for node, choice in run.colours.items():
+            written = may_write(node)
+            low = any(run.dtypes[w] in LOW_DTYPES and run.original[w] == torch.float32 for w in written)
+            sums_low = self.level.keeps_sums_fp32 and low and accumulates(node, row_of(node))
+            if sums_low or any(o.node in written and o.place in choice.casts for o in ops.operands(node)):
+                yield from written
+
+
+def _is_safe(run: Simulation, site: Site) -> bool:
+    """Say whether a sensitive op is safe in low: its errors are those of a rounding, and low has the range it needs."""
+    if site.row.sensitive == "range" and run.low is not torch.bfloat16:
+        return False
+    facts = facts_of(site.node, run.device, run.low)
+    return facts.rounds_once and facts.scatters
+
+
+def _lowers(run: Simulation, site: Site) -> bool:
+    """Say whether an op with mixed operands runs low at O2: one is in this low dtype, and all of them fit it."""
+    dtypes = {run.dtypes[o.node] for o in site.floats}
+    mixed = dtypes.intersection(LOW_DTYPES) == {site.low} != dtypes
+    fits = not any(o.node in run.extremes.values for o in site.floats)
+    return mixed and fits and site.row.gives in ("float", "first")
+
+
+def _is_cast_to_the_other(run: Simulation, value: Node, low: object) -> bool:
+    """Say whether a value is in the other low dtype because a cast of the user's made it, or what it is computed from.
+
+    What the model holds or is given in that dtype, such as frozen parameters, is cast as autocast casts it.
+    """
+    visited, front = set[Node](), [value]
+    while front:
+        node = front.pop()
+        if node in visited or run.dtypes[node] not in LOW_DTYPES or run.dtypes[node] == low:
+            continue
+        if row_of(node).is_cast:
+            return True
+        visited.add(node)
+        front += node.all_input_nodes
+    return False
+
+
+def _references_of_new_copies(run: Simulation, members: Sequence[Node]) -> list[Node]:
+    """Return the values that are low only beyond O1, and so turn a cast that did nothing into a copy."""
+    known = filter(None, (dtype_reference(m) for m in members if row_of(m).is_cast))
+    return [_indexed(r) for r in known if run.dtypes[r] != run.original[r] == run.under_autocast(r)]
+
+
+def _indexed(value: Node) -> Node:
+    """Return the container that an item was taken from, or the value itself, since only the container has a colour."""
+    while row_of(value).asks == "item" and isinstance(value.args[0], Node):
+        value = value.args[0]
+    return value
+
+
+def _changes_a_copy(run: Simulation, node: Node) -> bool:
+    """Say whether a copy ends, or begins, the sharing of a written storage because a value is low beyond O1.
+
+    A user cast that made a copy no longer does, since its operand is low; or the value is written after a read that
+    makes a copy under autocast.
+    """
+    value = node.args[0] if row_of(node).is_cast else None
+    if isinstance(value, Node) and isinstance(run.dtypes[node], torch.dtype):
+        # A dtype that may have been read under autocast says nothing of what is a copy without it.
+        runs = (run.under_autocast,) if note_of(node).read else (run.original.get, run.under_autocast)
+        if any(of(value) != of(node) for of in runs) and run.dtypes[value] == run.dtypes[node]:
+            return True
+    if run.dtypes[node] not in LOW_DTYPES or run.under_autocast(node) != torch.float32:
+        return False
+    readers = (r for r in node.users if r in run.colours and run.colours[r].reason.kind == LOW)
+    last = run.aliases.epoch(node, run.graph.output_node())
+    return any(run.aliases.epoch(node, r) < last for r in readers)

@@ -1,6 +1,6 @@
 """One forward run over a graph: the dtype of every node, the casts of its operands, and the dtypes of its results.
 
-What decides, and in which order, is the strategy's: autocast's or a policy's (`strategies.py`).
+What decides, and in which order, is the strategy's: autocast's or a policy's (`decide.py`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ...ops.rules import Rule, row_of
 from .extremes import Extremes
 
 if TYPE_CHECKING:
-    from .strategies import AutocastRules
+    from .decide import AutocastRules
 
 # The modules that each call was made in, as `values.module_types` gives them.
 Stacks = Mapping[Node, Sequence[tuple[str, tuple[str, ...]]]]

@@ -13,8 +13,8 @@ from torch import nn
 
 from passes.contract.devices import DEVICES
 from passes.contract.errors import PolicyError
-from passes.contract.levels import Level
 from passes.contract.policy import (
+    Level,
     Override,
     Policy,
     Stack,

@@ -14,8 +14,7 @@ from passes import Origin, compile_graph
 from passes.contract.errors import CaptureError
 from passes.contract.policy import Policy
 from passes.graph.bodies import all_graphs, bodies_of, origins_of
-from passes.graph.notes import note_of
-from passes.legalize.origins import note_origins
+from passes.graph.notes import note_of, note_origins
 from tests.support.graphs import LAYER, parse
 
 O1 = Policy("O1", dtype=torch.bfloat16, device="cpu")
