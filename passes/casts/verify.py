@@ -228,11 +228,11 @@ def _missing_cast(emitted: Emitted, node: Node) -> Node | None:
 
 def _cast_statistics(emitted: Emitted, node: Node) -> Node | None:
     """Illegal: batch_norm(x, w, b, to(mean, bf16), var, ...): the kernel takes FP32 statistics beside a low x."""
-    original = emitted.assignment.original
+    original, uncast = emitted.assignment.original, row_of(node).uncast
     return _first(
         o.node
-        for o in ops.operands(node)
-        if o.name in row_of(node).uncast and is_inserted(o.node) and o.node.args[1] in LOW_DTYPES
+        for o in (ops.operands(node) if uncast else ())
+        if o.name in uncast and is_inserted(o.node) and o.node.args[1] in LOW_DTYPES
         and original.get(o.node.args[0]) != o.node.args[1]  # type: ignore[arg-type]
     )  # fmt: skip
 

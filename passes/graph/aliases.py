@@ -21,10 +21,8 @@ from .notes import is_inserted, note_of
 def is_opaque(node: Node) -> bool:
     """Say whether nothing is known about what a call does: a module, a higher-order op, a function outside torch."""
     name = ops.name(node)
-    outside = "." in name and "::" not in name
-    if not outside and node.op != "call_module" and not row_of(node).higher_order:
-        return False
-    return not (is_inserted(node) or note_of(node).pure)
+    outside = row_of(node).higher_order if "::" in name else "." in name or node.op == "call_module"
+    return outside and not (is_inserted(node) or note_of(node).pure)
 
 
 def may_alias(node: Node) -> bool:
@@ -54,8 +52,9 @@ def may_write(node: Node) -> list[Node]:
 
     The bodies of higher-order ops and torch's own functions do not write to what they are given.
     """
-    outside = not (row_of(node).higher_order or ops.name(node).startswith("torch."))
-    return node.all_input_nodes if outside and is_opaque(node) else mutated_operands(node)
+    if is_opaque(node) and not (row_of(node).higher_order or ops.name(node).startswith("torch.")):
+        return node.all_input_nodes
+    return mutated_operands(node)
 
 
 def mutated_operands(node: Node) -> list[Node]:
@@ -65,7 +64,7 @@ def mutated_operands(node: Node) -> list[Node]:
     written = {*_written_by(node.target)}
     if "out" in node.kwargs:
         written.add("out")
-    if is_in_place(node) and not isinstance(node.target, OpOverload):
+    if not isinstance(node.target, OpOverload) and is_in_place(node):
         written |= {o.name for o in list(ops.operands(node))[:1]}
     if row_of(node).writes:
         argument, default, unless, *also = row_of(node).writes

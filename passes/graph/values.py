@@ -214,12 +214,11 @@ class Inference:
 
         Raises whatever the op raises when it rejects them.
         """
-        if row_of(node).asks == "item" and isinstance(node.args[0], Node):
+        row = row_of(node)
+        if (row.asks == "item" or row.shards) and isinstance(node.args[0], Node):
             items = dtype_of(node.args[0])
-            if isinstance(items, tuple):
-                return items[node.args[1]]  # type: ignore[index]
-        if row_of(node).shards and isinstance(node.args[0], Node):
-            return dtype_of(node.args[0])
+            if row.shards or isinstance(items, tuple):
+                return items if row.shards else items[node.args[1]]  # type: ignore[index]
         key = _key(node, dtype_of)
         if key is None:
             return self._run(node, dtype_of)
@@ -340,5 +339,6 @@ def dtype_reference(node: Node) -> Node | None:
 
 def dtype_owner(node: Node) -> Node | None:
     """Return y where the node is `y.dtype`, which is read when the graph runs."""
-    owner = node.args[0] if row_of(node).asks == "attribute" and node.args[1] == "dtype" else None
-    return owner if isinstance(owner, Node) else None
+    if not node.op.startswith("call") or row_of(node).asks != "attribute" or node.args[1] != "dtype":
+        return None
+    return node.args[0] if isinstance(node.args[0], Node) else None

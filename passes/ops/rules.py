@@ -193,7 +193,9 @@ def _check_fact(where: str, fact: str, value: Any) -> None:
         raise PolicyError(f"{where}: {fact}= takes a {wanted.__name__}, not {value!r}")
     words = _WORDS.get(fact)
     if words and value not in words:
-        raise PolicyError(f"{where}: {fact}={value!r}{nearest(str(value), words)}; one of {', '.join(map(repr, words))}")
+        raise PolicyError(
+            f"{where}: {fact}={value!r}{nearest(str(value), words)}; one of {', '.join(map(repr, words))}"
+        )
 
 
 def _op_name(op: Any) -> str:
