@@ -58,20 +58,21 @@ def module_types(graph: Graph) -> dict[Node, list[tuple[str, tuple[str, ...]]]]:
     return {n: [(p, names(t)) for p, t in module_stack(n)] for n in graph.nodes if n.op.startswith("call")}
 
 
-def own_frame(node: Node) -> tuple[str, int, str] | None:
-    """Return (file, line, code) of the innermost call outside torch that made a node; else of the innermost.
-
-    None where capture did not keep it.
-    """
+def frames(node: Node) -> list[tuple[str, int, str]]:
+    """Return (file, line, code) of the calls that made a node, outermost first; none when capture did not keep them."""
     lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
-    last = None
-    for line, code in zip(reversed(lines), ["", *reversed(lines)], strict=False):
+    out = []
+    for i, line in enumerate(lines):
         if match := _FRAME.match(line):
-            frame = match[1].replace("\\", "/"), int(match[2]), "" if _FRAME.match(code) else code
-            if not frame[0].startswith(_TORCH):
-                return frame
-            last = last or frame
-    return last
+            code = lines[i + 1] if i + 1 < len(lines) and not _FRAME.match(lines[i + 1]) else ""
+            out.append((match[1].replace("\\", "/"), int(match[2]), code))
+    return out
+
+
+def own_frame(node: Node) -> tuple[str, int, str] | None:
+    """Return the innermost frame outside torch, that of the user; else the innermost."""
+    calls = frames(node)
+    return next((f for f in reversed(calls) if not f[0].startswith(_TORCH)), calls[-1] if calls else None)
 
 
 def source(node: Node) -> str:
