@@ -1,4 +1,8 @@
-"""Costs in nanoseconds: the calls among which the cut of the compiler chooses, timed on the device at hand.
+"""Cost models for the cut of the compiler, beside its own, which counts bytes.
+
+MeasuredCosts  nanoseconds on the device at hand: the calls among which the cut chooses are timed
+Penalties      other costs, and the errors of roundings
+Frequencies    other costs, where a graph runs several times for each cast of a parameter
 
 The timer is given every distinct call of a graph at once, and returns the nanoseconds of each. A call is an op with its
 literal arguments, and shapes, strides and dtypes of its tensors, so that equal layers are timed once.
@@ -10,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,15 +24,17 @@ from torch.fx.node import map_arg
 
 from passes import ByteCosts
 from passes._torch import OpOverload
-from passes.contract.costs import Candidate, Net, PricedNet, Prices, Run
+from passes.contract.costs import Candidate, CostModel, Net, PricedNet, Prices, Run, priced
 from passes.contract.devices import DEVICES
 from passes.contract.policy import dtype_name
 from passes.graph.aliases import makes_view
-from passes.graph.values import concrete_size
+from passes.graph.notes import is_parameter
+from passes.graph.values import concrete_size, keys
 from passes.ops import ops
 from passes.ops.rules import row_of
 
 ACCURACY = 0.05  # share of a measured time; an FP32 op stays FP32 unless low saves more than this
+PARTS = 1024  # of a unit, in which penalties are added: most are smaller than a byte
 ROUND_TRIPS = 4  # of a cast; a single one would be lost in the time that a backward takes to start
 
 
@@ -99,6 +105,69 @@ class MeasuredCosts:
             cost = both * estimate.cast(net.value) // speed if taken is None else taken // (2 * ROUND_TRIPS)
             of_nets.append(net.at(cost - cost // 2 * net.grad, cost // 2))
         return Prices(of_nodes, of_nets, {call.key: taken for call, taken in times.items()})
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """Adds to other costs what each rounding costs, in their unit.
+
+    Attributes:
+        costs: the others.
+        values: by key of a node: rounding its result.
+        casts: by key of a reader and of what it reads: the cast down of an FP32 value, for this reader alone. An input
+            of a graph has its name for a key.
+    """
+
+    costs: CostModel
+    values: Mapping[str, float]
+    casts: Mapping[tuple[str, str], float]
+
+    @property
+    def objective(self) -> str:
+        """That of the other costs."""
+        return self.costs.objective
+
+    def price(self, nodes: Sequence[Candidate], nets: Sequence[Net]) -> Prices:
+        """Return the other prices and the penalties, all of them in parts of a unit."""
+        prices = priced(self.costs, nodes, nets).times(PARTS)
+        names = keys(nodes[0].node.graph.nodes)
+        of_nodes = [
+            (low + n.rounds * round(self.values.get(names[n.node], 0.0) * PARTS), fp32)
+            for n, (low, fp32) in zip(nodes, prices.nodes, strict=True)
+        ]
+        reads = {(net.value, reader): read.times for net in nets for reader, read in net.reads.items()}
+        of_reads = [
+            PricedNet(value, (reader,), 0, charge)
+            for (value, reader), n in reads.items()
+            if (charge := n * round(self.casts.get((names.get(reader, ""), names.get(value, value.name)), 0.0) * PARTS))
+        ]
+        return replace(prices, nodes=of_nodes, nets=[*prices.nets, *of_reads])
+
+
+@dataclass(frozen=True)
+class Frequencies:
+    """Multiplies other costs by how often a graph runs, and those of casts of parameters by how often these are made.
+
+    A parameter whose cast is kept while a graph runs n times is `Frequencies(costs, runs=n)`.
+    """
+
+    costs: CostModel
+    runs: int
+    parameters: int = 1
+
+    @property
+    def objective(self) -> str:
+        """That of the other costs."""
+        return self.costs.objective
+
+    def price(self, nodes: Sequence[Candidate], nets: Sequence[Net]) -> Prices:
+        """Return the other prices, multiplied; the gradient of a parameter is cast in every run."""
+        times = [self.parameters if is_parameter(net.value) else self.runs for net in nets]
+        often = [
+            replace(net, runs=(n * net.runs[0], self.runs * net.runs[1])) for n, net in zip(times, nets, strict=True)
+        ]
+        prices = priced(self.costs, nodes, often)
+        return replace(prices, nodes=[(low * self.runs, fp32 * self.runs) for low, fp32 in prices.nodes])
 
 
 def _run_call(run: Run, grad: frozenset[Node]) -> Call | None:

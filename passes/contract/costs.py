@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.fx import Node
 
+from .errors import PolicyError
+
 
 class Run(NamedTuple):
     """One op in one dtype: the node, the dtype, and the dtype of each operand (argument, index)."""
@@ -149,3 +151,25 @@ class CostModel(Protocol):
 
     def price(self, nodes: Sequence[Candidate], nets: Sequence[Net]) -> Prices:
         """Price everything in one graph at once."""
+
+
+def priced(costs: CostModel, nodes: Sequence[Candidate], nets: Sequence[Net]) -> Prices:
+    """Return the prices of a cost model.
+
+    Raises:
+        PolicyError: they are not one pair of integers of at least 0 for each node, and one for each net of these reads.
+    """
+    prices, name = costs.price(nodes, nets), type(costs).__name__
+    if len(prices.nodes) != len(nodes):
+        raise PolicyError(f"{name} prices {len(prices.nodes)} of {len(nodes)} nodes: each has a pair, low and FP32.")
+    reads = {(net.value, reader) for net in nets for reader in net.reads}
+    numbers: list[tuple[Any, Sequence[Any]]] = [(n.node, p) for n, p in zip(nodes, prices.nodes, strict=True)]
+    for net in prices.nets:
+        if strange := [r for r in net.readers if (net.value, r) not in reads]:
+            raise PolicyError(f"{name} prices a read of {net.value} by {strange[0]}, which it was not asked for.")
+        numbers.append((net.value, (net.up, net.down, *(n for n in net.alone if n is not None))))
+    for node, of in numbers:
+        for number in of:
+            if type(number) is not int or number < 0:
+                raise PolicyError(f"{name} prices {node} at {number!r}: a price is an integer of at least 0.")
+    return prices

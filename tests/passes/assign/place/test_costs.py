@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch.fx import Node
 
-from fxamp.measure.costs import ROUND_TRIPS, Call, Filler, MeasuredCosts, round_trips
-from passes import ByteCosts, Frequencies, Penalties
-from passes.assign.place.costs import PARTS
+from fxamp.measure.costs import PARTS, ROUND_TRIPS, Call, Filler, Frequencies, MeasuredCosts, Penalties, round_trips
+from passes import ByteCosts
 from passes.contract.costs import Candidate, CostModel, Net, Prices, Read, Run
 from passes.contract.devices import DEVICES
 from passes.contract.errors import PolicyError
