@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from passes._torch import FakeTensor, inner_backend, is_number_input, on_recompile_limit, trace_artifact
+from passes._torch import FakeTensor
 from passes.contract.costs import CostModel
 from passes.contract.errors import PolicyError
 from passes.contract.plan import Plan
@@ -35,6 +35,7 @@ from passes.ops.rules import row_of
 from passes.runtime.casts import CAST, again
 from passes.runtime.regions import recompute
 
+from .._torch import inner_backend, is_number_input, on_recompile_limit, trace_artifact
 from ..trust.watch import node_by_node
 from . import compiled, recompile_limit
 from .capture_jit import ambient_dtype, attribute_of, describe, is_attribute, is_held, is_returned, parameter_path

@@ -24,9 +24,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes._torch import OWN_CACHE, compile_records, dynamo_errors, dynamo_is_disabled, dynamo_settings
-from passes.contract.errors import CaptureError, in_short
+from passes.contract.errors import CaptureError
 
+from .._torch import OWN_CACHE, compile_records, dynamo_errors, dynamo_is_disabled, dynamo_settings
+from ..errors import in_short
 from .call import current
 from .one_step import fakes_of_one_step
 

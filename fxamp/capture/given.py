@@ -25,21 +25,16 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from passes import compile_graph
 from passes._torch import (
     SET_GRAD,
-    BatchNorm,
     FakeTensorMode,
     HigherOrderOperator,
-    codegen_of,
     enter_autocast,
     exit_autocast,
-    flat_by,
-    python_kernels,
     pytree,
     quiet_fakes,
     runs_its_forward_alone,
-    without_transforms,
 )
 from passes.contract.costs import CostModel
-from passes.contract.errors import CaptureError, PlanError, in_short
+from passes.contract.errors import CaptureError, PlanError
 from passes.contract.plan import Plan
 from passes.contract.plan_format import REMEDY
 from passes.contract.policy import Policy
@@ -52,6 +47,8 @@ from passes.ops.rules import row_of
 from passes.runtime.regions import grad_mode
 from passes.runtime.sizes import check_sizes
 
+from .._torch import BatchNorm, codegen_of, flat_by, python_kernels, without_transforms
+from ..errors import in_short
 from .capture_jit import attribute_of, regions_of
 from .compiled import copied
 from .emitted import Emitted, is_writable, with_record

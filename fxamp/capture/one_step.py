@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from passes._torch import fakes_by, own_schema
+from passes._torch import own_schema
 from passes.graph.values import first_step
 from passes.ops.rules import RULES
+
+from .._torch import fakes_by
 
 # Of a sequence in one tensor, with weights that are tensors: those of a quantized layer are objects.
 _OVERLOADS = tuple(

@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING, Any
 from tabulate import tabulate
 
 from passes import watched
-from passes.contract.errors import FxampError, NoLossError, PolicyError
+from passes.contract.errors import FxampError, PolicyError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy, nearest
 
+from ..errors import NoLossError
 from ..target import load_target
 from .output import DONE, FOUND, aside, coloured, failed, to_stderr, waiting, width, write, write_pair
 from .printed import Printed

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from passes._torch import OWN_CACHE, current_backward, dynamo_errors, forget_compiled, pytree
-from passes.contract.errors import CaptureError, FxampError, NotFaithfulError, PlanError, in_short
+from passes._torch import pytree
+from passes.contract.errors import CaptureError, FxampError, PlanError
 from passes.contract.plan import Plan
 from passes.contract.plan_format import REMEDY
 from passes.contract.policy import check_used
@@ -31,9 +31,11 @@ from passes.graph.aliases import Aliases
 from passes.graph.values import LOW_DTYPES
 from passes.ops import ops
 
+from .._torch import OWN_CACHE, current_backward, dynamo_errors, forget_compiled
 from ..capture.backend import graphs_in, recompute_as_written
 from ..capture.call import Call, begin
 from ..capture.inputs import Inputs
+from ..errors import NotFaithfulError, in_short
 from ..trust.preserved import fresh, same_attributes, same_random_state
 from ..trust.tensors import dense, kept, same
 from .function import Captured, Entry

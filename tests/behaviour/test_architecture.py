@@ -39,42 +39,46 @@ ARROWS = {
     "passes.watch": ".casts .form",
     "passes.pipeline": ".assign .casts .contract .form .graph .legalize .ops .runtime .watch",
     "passes": ".assign.place .form .graph .pipeline .watch",
+    "fxamp._torch": "passes._torch",
+    "fxamp.errors": "passes.contract",
     "fxamp.guard": "",
     "fxamp.module": "passes.contract",
-    "fxamp.trust": "passes passes._torch passes.contract passes.graph passes.ops",
-    "fxamp.report.record": ".trust passes._torch passes.contract passes.graph passes.ops passes.runtime",
+    "fxamp.trust": "._torch .errors passes passes._torch passes.contract passes.graph passes.ops",
+    "fxamp.report.record": "._torch .trust passes._torch passes.contract passes.graph passes.ops passes.runtime",
     "fxamp.capture": (
-        ".report.record .trust passes passes._torch passes.contract passes.graph passes.legalize passes.ops "
-        "passes.runtime"
+        "._torch .errors .report.record .trust passes passes._torch passes.contract passes.graph passes.legalize "
+        "passes.ops passes.runtime"
     ),
     "fxamp.report.forms": ".report.record passes.contract",
-    "fxamp.view": ".capture .trust passes._torch passes.contract passes.graph passes.ops passes.runtime",
+    "fxamp.view": (
+        "._torch .capture .errors .trust passes._torch passes.contract passes.graph passes.ops passes.runtime"
+    ),
     "fxamp.report.page": ".report.forms .report.record passes.contract",
     "fxamp.target": "passes.contract",
-    "fxamp.measure": ".capture .trust .view passes passes._torch passes.contract passes.graph passes.ops",
-    "fxamp.measure.fake_cuda": ".capture .measure .target .trust passes._torch passes.contract",
-    "fxamp.train.ranks": ".view passes._torch passes.contract",
-    "fxamp.convert": ".capture .measure .trust .view passes._torch passes.contract",
+    "fxamp.measure": "._torch .capture .trust .view passes passes._torch passes.contract passes.graph passes.ops",
+    "fxamp.measure.fake_cuda": ".capture .errors .measure .target .trust passes._torch passes.contract",
+    "fxamp.train.ranks": "._torch .view passes.contract",
+    "fxamp.convert": "._torch .capture .errors .measure .trust .view passes.contract",
     "fxamp.trust.census": (
-        ".convert .capture .report.forms .report.record .trust passes._torch passes.contract passes.graph passes.ops "
+        "._torch .capture .convert .report.forms .report.record .trust passes.contract passes.graph passes.ops "
         "passes.runtime"
     ),
     "fxamp.trust.error": (
-        ".convert .capture .measure .trust .trust.census passes passes._torch passes.contract passes.graph passes.ops "
-        "passes.runtime"
+        "._torch .capture .convert .errors .measure .trust .trust.census passes passes._torch passes.contract "
+        "passes.graph passes.ops passes.runtime"
     ),
     "fxamp.trust.ranges": (
-        ".convert .trust .trust.census .trust.error passes._torch passes.contract passes.graph passes.ops"
+        "._torch .convert .trust .trust.census .trust.error passes._torch passes.contract passes.graph passes.ops"
     ),
     "fxamp.trust.choice": ".convert .measure .trust .trust.error passes.contract passes.graph",
     "fxamp.report.diff": (".report .report.forms .report.record passes._torch passes.contract passes.graph passes.ops"),
     "fxamp.report.gate": (
-        ".capture .convert .measure .measure.fake_cuda .report .report.diff .report.forms .report.record .target "
-        ".train .trust.census passes.contract passes.ops"
+        ".capture .convert .errors .measure .measure.fake_cuda .report .report.diff .report.forms .report.record "
+        ".target .train .trust.census passes.contract passes.ops"
     ),
     "fxamp.train": (
-        ".capture .measure .train.ranks .trust .trust.census .trust.ranges .view passes._torch passes.contract "
-        "passes.graph"
+        "._torch .capture .errors .measure .train.ranks .trust .trust.census .trust.ranges .view passes._torch "
+        "passes.contract passes.graph"
     ),
     "fxamp.pytest_plugin": ".report.gate",
     "fxamp.demo": (".convert .measure .report .report.gate .train .trust.census passes.contract"),
@@ -86,9 +90,8 @@ ARROWS = {
     "fxamp.lightning": ".integrations",
     "fxamp.huggingface": ".integrations",
     "fxamp.cli": (
-        ".convert .demo .report .report.diff .report.forms .report.gate .target .trust.census .trust.choice "
-        ".trust.error "
-        "passes passes.contract passes.ops"
+        ".convert .demo .errors .report .report.diff .report.forms .report.gate .target .trust.census "
+        ".trust.choice .trust.error passes passes.contract passes.ops"
     ),
     "fxamp.__main__": ".cli",
 }

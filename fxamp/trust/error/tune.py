@@ -17,12 +17,13 @@ import torch
 from torch.fx import GraphModule
 
 from passes import ByteCosts
-from passes.contract.errors import PolicyError, in_short
+from passes.contract.errors import PolicyError
 from passes.contract.plan import CERTIFICATE, Plan
 from passes.contract.policy import Level, Policy
 
 from ...capture.compiled import runner_of
 from ...convert import plan_of
+from ...errors import in_short
 from ...measure.costs import Penalties
 from ..given_step import Loss, given_step
 from .derivatives import Derivatives, keys_of
