@@ -14,9 +14,9 @@ from .form import Unit as Unit
 from .graph.notes import Origin as Origin
 from .pipeline import NAMES as NAMES
 from .pipeline import Pipeline as Pipeline
+from .pipeline import Watcher as Watcher
 from .pipeline import compile_graph as compile_graph
-from .watch import Watcher as Watcher
-from .watch import watched as watched
+from .pipeline import watched as watched
 
 __all__ = [
     "NAMES", "ByteCosts", "Origin", "Pass", "Pipeline", "Unit", "Watcher", "compile_graph",

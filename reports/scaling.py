@@ -46,7 +46,7 @@ SIZES = (1_000, 4_000, 16_000, 64_000)
 YARDSTICK = 10_000
 NODES_PER_BLOCK = 11  # five calls, six parameters
 # What is timed beside the passes: a name for the table, and the function that they call.
-PARTS = {"of it the cut": "passes.assign.assign_precision.choose_storage", "verify": "passes.watch.verify"}
+PARTS = {"of it the cut": "passes.assign.assign_precision.choose_storage", "verify": "passes.pipeline.verify"}
 PASSES = (
     "legalize", "assign-precision", "of it the cut", "insert-casts", "eliminate-casts", "run-under-autocast",
     "annotate", "verify",

@@ -21,8 +21,7 @@ from passes.contract.errors import PolicyError, VerificationError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy, Target
 from passes.form import Ensures, Unit
-from passes.pipeline import _run
-from passes.watch import Watcher
+from passes.pipeline import Watcher, _run
 from reports.scaling import Timed
 from tests.support.graphs import compile_plain, parse
 

@@ -37,8 +37,17 @@ from ...ops import numbers, ops
 from ...ops.facts import accumulates, facts_of, lacks_low, rule_of
 from ...ops.rules import BANNED, COMPOSITE, FOLLOW, FP32, KEEP, LOW, PROMOTE, row_of
 from .extremes import converts
-from .kernels import fit_kernel, fit_numbers, lacks_low_kernel, results_under_autocast
-from .operand_casts import all_to, castable, keep, natural, operand_casts
+from .kernels import (
+    all_to,
+    castable,
+    fit_kernel,
+    fit_numbers,
+    keep,
+    lacks_low_kernel,
+    natural,
+    operand_casts,
+    results_under_autocast,
+)
 from .simulate import Simulation, Site
 from .user_casts import Intent, meaning, observed, uncopied_without_grad
 

@@ -1,13 +1,14 @@
-"""What the kernels of a device take: whether there is one in low, and how a choice is fitted to it and to its numbers.
+"""Which operands of a node are cast, what the kernels of a device take, and how a choice is fitted to them.
 
-If it is not known beforehand whether a device has a low kernel for an op, it is tried once. Recurrent layers in FP16
-need a CPU with FP16 arithmetic; a kernel may lack one of the two low dtypes for some arguments; and nothing says which
-dtypes a custom op accepts. A choice gives the dtypes of the results too: the op is run on fake tensors, with its
-operands cast as the choice says. Of the Python numbers of a low node FP32's bounds become those of the low dtype;
-others keep the node FP32.
+`all_to` casts all operands to one dtype, `natural` casts only if the kernel rejects mixed dtypes, `keep` casts back to
+the captured dtypes. If it is not known beforehand whether a device has a low kernel for an op, it is tried once.
+Recurrent layers in FP16 need a CPU with FP16 arithmetic; a kernel may lack one of the two low dtypes for some
+arguments; and nothing says which dtypes a custom op accepts. A choice gives the dtypes of the results too: the op is
+run on fake tensors, with its operands cast as the choice says. Of the Python numbers of a low node FP32's bounds become
+those of the low dtype; others keep the node FP32.
 
-Before: masked_fill(scores: bf16, mask, -3.4028e+38)
-After:  masked_fill(scores: bf16, mask, -3.3895e+38)
+Before: add(a: bf16, b: f32)        After: all_to(bf16): b is cast; natural: none; keep, where a was f32: a is cast
+Before: masked_fill(scores: bf16, mask, -3.4028e+38)        After: masked_fill(scores: bf16, mask, -3.3895e+38)
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import contextlib
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -34,6 +35,7 @@ from ...graph.notes import note_of
 from ...graph.values import (
     ELIGIBLE,
     LOW_DTYPES,
+    Dtypes,
     ValueDtype,
     concrete,
     described,
@@ -45,8 +47,48 @@ from ...graph.values import (
 from ...ops import numbers, ops
 from ...ops.facts import lacks_low
 from ...ops.rules import COMPOSITE, KEEP, LOW, Rule, is_registered, row_of
-from .operand_casts import all_to, operand_casts
 from .simulate import Simulation, Site
+
+
+def operand_casts(
+    dtypes: Dtypes, operands: Iterable[ops.Operand], wanted: Callable[[ops.Operand], ValueDtype]
+) -> tuple[Cast, ...]:
+    """Return the casts of the operands that do not have the dtype wanted of them; a wanted None leaves one as it is."""
+    pairs = ((o, wanted(o)) for o in operands)
+    return tuple(Cast(o.place, d) for o, d in pairs if isinstance(d, torch.dtype) and d != dtypes[o.node])
+
+
+def all_to(run: Simulation, site: Site, dtype: torch.dtype, reason: Reason, *, final: bool = False) -> Choice:
+    """Cast every castable operand that has another dtype."""
+    operands = (o for o in site.floats if castable(run, o, site.row, dtype))
+    casts = operand_casts(run.dtypes, operands, lambda o: dtype)
+    return Choice(dtype, site.says(reason, final=final), casts)
+
+
+def castable(run: Simulation, operand: ops.Operand, row: Rule, dtype: torch.dtype) -> bool:
+    """Say whether a rule lets an operand be cast to a dtype."""
+    if run.dtypes[operand.node] not in ELIGIBLE or (operand.name in row.uncast and dtype in LOW_DTYPES):
+        return False
+    return not row.cast_arguments or operand.name in row.cast_arguments
+
+
+def natural(run: Simulation, site: Site, reason: Reason, *, final: bool = False) -> Choice:
+    """Leave the operands as they are; if the kernel rejects mixed dtypes, cast all to the widest."""
+    dtypes = [d for o in site.floats if isinstance(d := run.dtypes[o.node], torch.dtype)]
+    widest = functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32
+    if len(set(dtypes)) > 1 and site.row.same_dtype and site.row.gives != "first":
+        reason = site.says(reason).because(Code.WIDEST("the kernel rejects mixed operands"))
+        return all_to(run, site, widest, reason, final=final)
+    return Choice(widest, site.says(reason, final=final))
+
+
+def keep(run: Simulation, site: Site, reason: Reason) -> Choice:
+    """Cast the operands back to the dtypes that they had when the graph was captured."""
+    single = [o for o in site.floats if isinstance(run.dtypes[o.node], torch.dtype)]
+    casts = operand_casts(run.dtypes, single, lambda o: run.original[o.node])
+    before = (d for o in site.floats if isinstance(d := run.original[o.node], torch.dtype))
+    dtype = first_float(run.original[site.node]) or next(before, torch.float32)
+    return Choice(dtype, site.says(reason, final=True), casts)
 
 
 def lacks_low_kernel(run: Simulation, node: Node, row: Rule, low: torch.dtype) -> bool:

@@ -35,7 +35,7 @@ from ...graph.values import ELIGIBLE, Dtypes, ValueDtype, dtype_reference, first
 from ...ops import ops
 from ...ops.facts import absorbs_cast
 from ...ops.rules import FOLLOW, FP32, LOW, PROMOTE, row_of
-from ..colour.operand_casts import operand_casts
+from ..colour.kernels import operand_casts
 from ..colour.simulate import Simulation
 from .cut import Problem, Side, Variable, solve
 from .free import free_nodes
