@@ -31,10 +31,8 @@ if "pytest" not in sys.modules:  # pytest always loads our plugin, which refuses
 if TYPE_CHECKING:
     from passes.contract.errors import CaptureError as CaptureError
     from passes.contract.errors import FxampError as FxampError
-    from passes.contract.errors import NotAModuleError as NotAModuleError
     from passes.contract.errors import PlanError as PlanError
     from passes.contract.errors import PolicyError as PolicyError
-    from passes.contract.errors import ScaleCollapseError as ScaleCollapseError
     from passes.contract.errors import VerificationError as VerificationError
     from passes.contract.plan import Decision as Decision
     from passes.contract.plan import Plan as Plan
@@ -50,6 +48,8 @@ if TYPE_CHECKING:
     from .convert import graphs as graphs
     from .convert import plan as plan
     from .convert import plan_of as plan_of
+    from .errors import NotAModuleError as NotAModuleError
+    from .errors import ScaleCollapseError as ScaleCollapseError
     from .report.diff.diff import GraphDiff as GraphDiff
     from .report.diff.diff import diff as diff
     from .report.report import Report as Report
@@ -78,14 +78,12 @@ __version__ = "0.1.0"
 # Each name is loaded when it is first used, so that `import fxamp` imports neither torch nor the compiler. Type
 # checkers read the same names above.
 _FOUND_IN = {
-    "passes.contract.errors": (
-        "CaptureError", "FxampError", "NotAModuleError", "PlanError", "PolicyError", "ScaleCollapseError",
-        "VerificationError",
-    ),
+    "passes.contract.errors": ("CaptureError", "FxampError", "PlanError", "PolicyError", "VerificationError"),
     "passes.contract.plan": ("Decision", "Plan"),
     "passes.contract.policy": ("Policy",),
     "passes.ops.rules": ("register_rule", "rules"),
     "fxamp.calibration": ("Calibration",),
+    "fxamp.errors": ("NotAModuleError", "ScaleCollapseError"),
     "fxamp.convert": ("compile", "convert", "graphs", "plan", "plan_of"),
     "fxamp.capture.backend": ("Backend", "backend"),
     "fxamp.report.diff.diff": ("GraphDiff", "diff"),

@@ -12,11 +12,11 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
-from passes._torch import original_of
-from passes.contract.errors import CaptureError, NotAModuleError, PlanError, PolicyError
+from passes.contract.errors import CaptureError, PlanError, PolicyError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy
 
+from ._torch import original_of
 from .calibration import Calibration
 from .capture import compiled
 from .capture.backend import Inner, refuse_unmatched, require_inner, split
@@ -24,6 +24,7 @@ from .capture.emitted import record_on
 from .capture.given import convert_given, store_low
 from .capture.inputs import Inputs, as_inputs, resolve
 from .capture.parameters import only_read
+from .errors import NotAModuleError
 from .measure.fastest import fastest_plan, measured_costs
 from .view.capture import capture as capture_view
 from .view.capture import capture_states

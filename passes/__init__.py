@@ -1,25 +1,24 @@
 """The compiler: a captured graph in, a mixed-precision graph and its plan out. `compile_graph` is the only entry point.
 
 It takes an `Origin` of every node from the front end that captured the graph. `Pipeline` is the order of the passes,
-`watched` lets a caller observe them, and `NAMES` are their names. The others are cost models.
+each a `Pass` over a `Unit`; `watched` lets a `Watcher` observe them, and `NAMES` are their names. `ByteCosts` are
+its cost model.
 Imports torch and networkx, never fxamp; `fxamp` re-exports its public names.
 """
 
 from __future__ import annotations
 
 from .assign.place.costs import ByteCosts as ByteCosts
-from .assign.place.costs import Frequencies as Frequencies
-from .assign.place.costs import MeasuredCosts as MeasuredCosts
-from .assign.place.costs import Penalties as Penalties
-from .graph.origin import Origin as Origin
+from .form import Pass as Pass
+from .form import Unit as Unit
+from .graph.notes import Origin as Origin
 from .pipeline import NAMES as NAMES
 from .pipeline import Pipeline as Pipeline
+from .pipeline import Watcher as Watcher
 from .pipeline import compile_graph as compile_graph
-from .watch import Printed as Printed
-from .watch import Timed as Timed
-from .watch import watched as watched
+from .pipeline import watched as watched
 
 __all__ = [
-    "NAMES", "ByteCosts", "Frequencies", "MeasuredCosts", "Origin", "Penalties", "Pipeline", "Printed", "Timed",
-    "compile_graph", "watched",
+    "NAMES", "ByteCosts", "Origin", "Pass", "Pipeline", "Unit", "Watcher", "compile_graph",
+    "watched",
 ]  # fmt: skip

@@ -2,7 +2,7 @@
 
 A pass is a frozen dataclass whose fields are its options, called with one graph at a time. It changes the graph, and
 returns how often each of its rewrites fired (0 for one that found nothing). The properties that it ensures are verified
-after it (`watch.py`). One pass decides instead, and returns its decisions.
+after it (`pipeline.py`). One pass decides instead, and returns its decisions.
 """
 
 from __future__ import annotations

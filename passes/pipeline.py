@@ -1,14 +1,16 @@
 """The passes, in order: a captured graph in, a mixed-precision graph and its plan out.
 
-`Pipeline.of` is their table of contents. What happens between two passes, verification
-above all, is in `watch.py`. The bodies of higher-order ops go through the same passes as the graph around them.
+`Pipeline.of` is their table of contents. What happens between two passes, verification above all, is a `Watcher`'s. The
+bodies of higher-order ops go through the same passes as the graph around them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,20 +27,17 @@ from .contract.errors import PlanError, PolicyError, VerificationError
 from .contract.plan import Plan
 from .contract.plan_format import REMEDY
 from .contract.policy import Policy, Target, check_used
-from .form import Assignment, Pass, Unit
-from .graph.bodies import Border, all_graphs, bodies_of
-from .graph.notes import is_inserted
-from .graph.origin import Origin
+from .form import Assignment, Ensures, Pass, Unit
+from .graph.bodies import Border, all_graphs, bodies_of, is_pure
+from .graph.notes import Origin, is_inserted, note, note_origins
 from .graph.values import keys, module_types, no_autocast
 from .legalize.legalize import Legalize
-from .legalize.origins import note_origins
 from .ops import ops
 from .ops.facts import this_machine
 from .ops.rules import COMPOSITE
 from .runtime.casts import again
-from .watch import watchers
 
-__all__ = ["NAMES", "Pipeline", "compile_graph"]
+__all__ = ["NAMES", "Pipeline", "Watcher", "compile_graph", "watched"]
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,7 @@ def compile_graph(
     target, steps = Target.of(policy), pipeline or Pipeline.of(policy, plan, exact, costs)
     with no_autocast():
         verify(graph)
-        note_origins(graph, attribute, origins)
+        _note(graph, attribute, origins)
         edits: Counter[str] = Counter()
         _prepare(Unit(graph, attribute, target), steps.prepare, edits, set())
         bodies = bodies_of(graph, attribute) if policy.level.rounds else {}
@@ -145,6 +144,15 @@ def compile_graph(
     return replace(
         _plan_of(policy, capture, notes, units, edits), timings={k: t for each in timings for k, t in each.items()}
     )
+
+
+def _note(graph: Graph, attribute: Callable[[str], Any], origins: Mapping[Node, Origin]) -> None:
+    """Note on every node of a graph, and of those inside it, where it comes from, and which bodies are pure."""
+    note_origins(graph, attribute, origins)
+    for node, bodies in bodies_of(graph, attribute).items():
+        for body in bodies:
+            _note(body.graph, body.attribute, origins)
+        note(node, pure=is_pure(bodies))  # neither an alias nor a write: see `aliases.is_opaque`
 
 
 def _prepare(unit: Unit, steps: Sequence[Pass], edits: Counter[str], done: set[Graph]) -> None:
@@ -219,3 +227,43 @@ def _plan_of(policy: Policy, capture: str, notes: tuple[str, ...], units: Sequen
         edits=dict(edits),
         machine=str(this_machine(units[0].target.device)),
     )
+
+
+# Watchers, which are called before and after every pass.
+
+
+class Watcher:
+    """An object that is called before and after every pass over every graph; it may not change its arguments."""
+
+    def before(self, step: Pass, unit: Unit) -> None:
+        """Called before each pass."""
+
+    def after(self, step: Pass, unit: Unit, edits: Mapping[str, int]) -> None:
+        """Called after each pass, with how often each of its rewrites was made."""
+
+
+class Verified(Watcher):
+    """Verifies after each pass the properties that the pass ensures."""
+
+    def after(self, step: Pass, unit: Unit, edits: Mapping[str, int]) -> None:
+        """Raise VerificationError if a property does not hold."""
+        if step.ensures is not Ensures.NOTHING_NEW:
+            verify(unit.graph, unit.decided if step.ensures is Ensures.DTYPES else None)
+
+
+_WATCHERS: ContextVar[tuple[Watcher, ...]] = ContextVar("watchers", default=(Verified(),))
+
+
+def watchers() -> tuple[Watcher, ...]:
+    """Return the present watchers; verification is always the first of them."""
+    return _WATCHERS.get()
+
+
+@contextlib.contextmanager
+def watched(*more: Watcher) -> Iterator[None]:
+    """Add these watchers for all passes that run inside this context, in this thread."""
+    token = _WATCHERS.set((*_WATCHERS.get(), *more))
+    try:
+        yield
+    finally:
+        _WATCHERS.reset(token)

@@ -38,9 +38,9 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 import fxamp  # noqa: E402  (the path comes first)
+from fxamp._torch import inner_backend  # noqa: E402
 from fxamp.measure.counts import step_counts  # noqa: E402
 from fxamp.observe.workload import loss_of, output_of  # noqa: E402
-from passes._torch import inner_backend  # noqa: E402
 from passes.graph.notes import is_inserted  # noqa: E402
 from passes.graph.values import node_names  # noqa: E402
 from passes.ops.rules import LOW, row_of  # noqa: E402

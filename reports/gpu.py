@@ -43,9 +43,10 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 import fxamp  # noqa: E402  (the path comes first)
+from fxamp._torch import dynamo_errors  # noqa: E402
 from fxamp.observe.workload import floats  # noqa: E402
 from fxamp.train.describe import compiled_rows  # noqa: E402
-from passes._torch import dynamo_errors, pytree  # noqa: E402
+from passes._torch import pytree  # noqa: E402
 from passes.contract.reasons import DEVIATIONS  # noqa: E402
 from passes.ops.facts import NAMES  # noqa: E402
 from reports import measure_facts  # noqa: E402

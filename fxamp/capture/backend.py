@@ -20,13 +20,13 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from passes._torch import FakeTensor, inner_backend, is_number_input, on_recompile_limit, trace_artifact
+from passes._torch import FakeTensor
 from passes.contract.costs import CostModel
 from passes.contract.errors import PolicyError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy, check_used, nearest, type_names
 from passes.graph.grad import requires_grad
-from passes.graph.origin import Origin, Origins, buffer_origin
+from passes.graph.notes import Origin, Origins, buffer_origin
 from passes.graph.outputs import read_outputs
 from passes.graph.values import described, no_autocast, retyped
 from passes.ops import ops
@@ -34,6 +34,7 @@ from passes.ops.rules import row_of
 from passes.runtime.casts import CAST, again
 from passes.runtime.regions import recompute
 
+from .._torch import inner_backend, is_number_input, on_recompile_limit, trace_artifact
 from ..observe.watch import node_by_node
 from . import compiled, recompile_limit
 from .capture_jit import ambient_dtype, attribute_of, describe, is_attribute, is_held, is_returned, parameter_path

@@ -18,11 +18,10 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from passes._torch import enter_autocast, exit_autocast, is_transformed, pytree, source_name, without_transforms
+from passes._torch import enter_autocast, exit_autocast, pytree
 from passes.contract.policy import Policy, module_override, type_names
 from passes.graph.bodies import bodies_of
-from passes.graph.notes import provenance
-from passes.graph.origin import CastMeaning, Origin, Origins, Region
+from passes.graph.notes import CastMeaning, Origin, Origins, Region, provenance
 from passes.graph.values import (
     ELIGIBLE,
     LOW_DTYPES,
@@ -39,6 +38,7 @@ from passes.ops import ops
 from passes.ops.facts import rule_of
 from passes.ops.rules import COMPOSITE, row_of
 
+from .._torch import is_transformed, source_name, without_transforms
 from .own_dtypes import own_dtypes, seen_dtypes, without_low
 from .scope import Scope
 

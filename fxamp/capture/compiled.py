@@ -20,7 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 from torch.utils.weak import WeakIdKeyDictionary
 
-from passes._torch import NUMBERS, FakeTensor, codegen_of, compiled_call, is_number_input, original_of, pytree
+from passes._torch import NUMBERS, FakeTensor, pytree
 from passes.contract.costs import CostModel
 from passes.contract.errors import CaptureError, PolicyError
 from passes.contract.plan import Decision, Plan, sums
@@ -31,6 +31,7 @@ from passes.ops import ops
 from passes.ops.numbers import value_of
 from passes.runtime.tracing import RuntimeTracer
 
+from .._torch import codegen_of, compiled_call, is_number_input, original_of
 from .capture_jit import attribute_of, parameter_path
 from .recompile_limit import anywhere, reached
 from .scope import Scope

@@ -23,15 +23,17 @@ from torch.fx import GraphModule, Node
 from torch.fx.graph_module import reduce_graph_module
 from torch.utils.weak import WeakIdKeyDictionary
 
-from passes._torch import FakeTensor, kept_by_compiled, storage_id
+from passes._torch import FakeTensor
 from passes.contract.devices import DEVICES
 from passes.contract.plan import Plan
 from passes.graph.values import LOW_DTYPES, dtypes_of, module_path, source
 from passes.ops import ops
 from passes.ops.rules import row_of
-from passes.runtime.regions import ModesKeptOnError, under_autocast
+from passes.runtime.regions import under_autocast
 
+from .._torch import kept_by_compiled, storage_id
 from .compiled import Converted
+from .modes import ModesKeptOnError
 from .outputs import noted
 from .parameters import low_parameters, refuse_low_parameters
 from .scope import is_gathered, is_training

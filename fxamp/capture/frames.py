@@ -26,11 +26,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from passes._torch import OWN_CACHE, compile_records, dynamo_errors, dynamo_is_disabled, dynamo_settings, pytree
-from passes.contract.errors import CaptureError, in_short
-from passes.graph.recurrence import fakes_of_one_step
+from passes._torch import pytree
+from passes.contract.errors import CaptureError
 
+from .._torch import OWN_CACHE, compile_records, dynamo_errors, dynamo_is_disabled, dynamo_settings
+from ..errors import in_short
 from .call import Call, current
+from .one_step import fakes_of_one_step
 
 CEILING = 256  # graphs of one code, as torch has it for all uses of a code together
 _LIMITS = {

@@ -25,39 +25,35 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from passes import compile_graph
 from passes._torch import (
     SET_GRAD,
-    BatchNorm,
     FakeTensorMode,
     HigherOrderOperator,
-    codegen_of,
     enter_autocast,
     exit_autocast,
-    flat_by,
-    python_kernels,
     pytree,
     quiet_fakes,
     runs_its_forward_alone,
-    without_transforms,
 )
 from passes.contract.costs import CostModel
-from passes.contract.errors import CaptureError, PlanError, in_short
+from passes.contract.errors import CaptureError, PlanError
 from passes.contract.plan import Plan
 from passes.contract.plan_format import REMEDY
 from passes.contract.policy import Policy
 from passes.graph.bodies import origins_of
 from passes.graph.grad import SWITCHES
-from passes.graph.notes import is_inserted
-from passes.graph.origin import Origin, Origins
-from passes.graph.recurrence import fakes_of_one_step
+from passes.graph.notes import Origin, Origins, is_inserted
 from passes.legalize.inline import copy_body, put_in_place
 from passes.ops import ops
 from passes.ops.rules import row_of
 from passes.runtime.regions import grad_mode
 from passes.runtime.sizes import check_sizes
 
+from .._torch import BatchNorm, codegen_of, flat_by, python_kernels, without_transforms
+from ..errors import in_short
 from .capture_jit import attribute_of, regions_of
 from .compiled import copied
 from .emitted import Emitted, is_writable, with_record
 from .inputs import Inputs, resolve
+from .one_step import fakes_of_one_step
 from .parameters import opaque_parameters, refuse_low_parameters
 
 

@@ -16,7 +16,7 @@ from torch.fx import Graph
 from torch.utils.weak import WeakIdKeyDictionary
 
 from passes._torch import pytree
-from passes.graph.origin import Origins
+from passes.graph.notes import Origins
 from passes.graph.values import LOW_DTYPES
 
 from ..observe.tensors import held

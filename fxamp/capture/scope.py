@@ -15,8 +15,9 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from passes._torch import MODULE_CALLS, compiled_call, original_of, pytree
+from passes._torch import pytree
 
+from .._torch import MODULE_CALLS, compiled_call, original_of
 from .call import current
 
 

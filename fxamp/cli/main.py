@@ -22,13 +22,15 @@ from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 
-from passes import Printed, watched
-from passes.contract.errors import FxampError, NoLossError, PolicyError
+from passes import watched
+from passes.contract.errors import FxampError, PolicyError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy, nearest
 
+from ..errors import NoLossError
 from ..target import load_target
 from .output import DONE, FOUND, aside, coloured, failed, to_stderr, waiting, width, write, write_pair
+from .printed import Printed
 from .target import A_LOSS, run_target, step_of
 from .usage import parser_of
 

@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from passes.contract.errors import CaptureError
-from passes.contract.policy import Policy, check_used, module_override, policy_of_part, type_names
+from passes.contract.policy import Policy, check_used, module_override, type_names
 
 from ..capture.compiled import is_compiled
 from ..convert import convert
 from ..train.given import scaler_of
 from ..train.scaler import LossScaler
 from ..view.view import is_view, runner_of
+from .parts import policy_of_part
 
 logger = logging.getLogger("fxamp")
 

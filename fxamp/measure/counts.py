@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from passes._torch import TorchDispatchMode
-
+from .._torch import TorchDispatchMode
 from ..observe.watch import casts_in
 
 

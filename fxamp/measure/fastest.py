@@ -18,14 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from passes import MeasuredCosts
 from passes._torch import pytree
 from passes.contract.costs import CostModel
 from passes.contract.devices import DEVICES
 from passes.contract.errors import PolicyError
-from passes.contract.levels import Level
 from passes.contract.plan import Plan
-from passes.contract.policy import Policy
+from passes.contract.policy import Level, Policy
 from passes.contract.reasons import Code
 from passes.graph.values import no_autocast
 
@@ -35,6 +33,7 @@ from ..view.capture import capture
 from ..view.check import twin_of
 from ..view.graphs import plan_of
 from ..view.view import make_view, runner_of
+from .costs import MeasuredCosts
 from .counts import laps
 from .timing import OpTimer, training_alone
 

@@ -18,11 +18,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from passes._torch import pytree
-from passes.contract.costs import Call, Filler
 from passes.contract.devices import DEVICES
 
 from ..observe.snapshot import same_random_state
 from . import cost_cache
+from .costs import Call, Filler
 
 SWEEPS = 3
 PATIENCE = 0.06  # seconds that a call is timed for in one sweep, if its least time does not come up again

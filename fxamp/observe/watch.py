@@ -27,26 +27,24 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.utils.flop_counter import flop_registry
 
 import passes
-from passes._torch import (
+from passes._torch import OpOverload, own_schema, pytree
+from passes.contract.policy import dtype_name
+from passes.graph.notes import is_ours
+from passes.graph.values import no_autocast
+from passes.ops.rules import LOW, RULES
+
+from .._torch import (
     MODULE_CALLS,
     Kernel,
-    OpOverload,
     TorchDispatchMode,
     current_autograd_node,
     dispatch_modes,
-    own_schema,
-    pytree,
     recorded_by_inductor,
     sequence_number,
     sequence_of,
     storage_id,
     without_modes,
 )
-from passes.contract.policy import dtype_name
-from passes.graph.notes import is_ours
-from passes.graph.values import no_autocast
-from passes.ops.rules import LOW, RULES
-
 from .tensors import strided
 
 _PACKAGES = tuple(

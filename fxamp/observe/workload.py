@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from passes._torch import pytree
-from passes.contract.errors import CaptureError, NoLossError, NotAModuleError, PolicyError
+from passes.contract.errors import CaptureError, PolicyError
 
+from ..errors import NoLossError, NotAModuleError
 from .snapshot import fresh, same_attributes, same_random_state
 from .tensors import held, kept
 

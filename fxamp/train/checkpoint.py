@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from passes.contract.errors import FxampError, PolicyError, in_short
+from passes.contract.errors import FxampError, PolicyError
 from passes.contract.plan import Plan
 
+from ..errors import in_short
 from ..observe.snapshot import random_state, set_random_state
 from ..view.switch import switch_views
 from .scaler import Tally, require_scale

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from passes._torch import dynamo_errors, global_optimizer_hooks
-
+from .._torch import dynamo_errors, global_optimizer_hooks
 from .compiler import CompileSettings, Region
 from .ranks.ranks import total_norm
 from .result import HeldBack

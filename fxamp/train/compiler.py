@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from passes._torch import compile_records, inner_backend
 from passes.contract.errors import PolicyError
 from passes.contract.policy import Policy, nearest
 
+from .._torch import compile_records, inner_backend
 from ..capture import backend as capture
 from ..capture import compiled
 from ..view.view import is_view, make_view

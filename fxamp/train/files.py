@@ -15,8 +15,10 @@ from typing import IO, Any
 
 import torch
 
-from passes._torch import ArchiveReader
-from passes.contract.errors import FxampError, PolicyError, in_short
+from passes.contract.errors import FxampError, PolicyError
+
+from .._torch import ArchiveReader
+from ..errors import in_short
 
 _SHOWN = 120  # characters of a name
 

@@ -20,9 +20,10 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from passes.contract.errors import PolicyError, ScaleCollapseError
+from passes.contract.errors import PolicyError
 
 from ..capture.parameters import require_fp32
+from ..errors import ScaleCollapseError
 from .ranks.ranks import agree, groups_of, is_spread, local
 
 HISTORY_LENGTH = 128

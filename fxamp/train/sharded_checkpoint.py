@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from passes._torch import original_of
 from passes.contract.errors import FxampError, PolicyError
 
+from .._torch import original_of
 from ..observe.snapshot import random_state
 from .checkpoint import allowed, beside, course_of, load_course, refuse_other_settings
 from .files import naming, refuse_objects

@@ -18,10 +18,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from passes.contract.devices import DEVICES
-from passes.contract.errors import NotAModuleError, PolicyError
+from passes.contract.errors import PolicyError
 from passes.contract.plan import Plan
 
 from ..capture import compiled
+from ..errors import NotAModuleError
 from ..trust.census.census import CallCensus
 from ..view.view import is_view
 from . import given

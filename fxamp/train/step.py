@@ -20,11 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from passes.contract.errors import PolicyError, ScaleCollapseError
+from passes.contract.errors import PolicyError
 from passes.contract.plan import Plan
 from passes.contract.plan_format import replacing
 from passes.contract.policy import Policy
 
+from ..errors import ScaleCollapseError
 from ..observe.workload import require_loss
 from ..view.switch import switch_views
 from . import checkpoint, given

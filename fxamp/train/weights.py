@@ -9,9 +9,9 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from torch import nn
 
-from passes._torch import compiled_call, original_of
 from passes.contract.errors import PolicyError
 
+from .._torch import compiled_call, original_of
 from ..view.copies import Copies, is_plain
 from ..view.frozen import weights_of
 from ..view.view import is_view, runner_of

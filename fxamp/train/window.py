@@ -21,9 +21,9 @@ from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from passes._torch import is_profiling, sequence_number
 from passes.contract.errors import PolicyError
 
+from .._torch import is_profiling, sequence_number
 from ..observe import workload
 from ..observe.workload import output_of
 from .ranks.ranks import Ranks, agree, exchange, exchanged, groups_of, local

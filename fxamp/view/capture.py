@@ -12,14 +12,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from passes._torch import dynamo_errors
-from passes.contract.errors import CaptureError, PlanError, in_short
+from passes.contract.errors import CaptureError, PlanError
 from passes.contract.plan import Plan
 from passes.contract.plan_format import REMEDY
 from passes.contract.policy import check_used
 from passes.ops import ops
 
+from .._torch import dynamo_errors
 from ..capture.backend import graphs_in
+from ..errors import in_short
 from ..observe.snapshot import same_attributes, same_random_state
 from ..observe.tensors import kept
 from .check import NoTwinError, check_capture, parameters_written, run_twin

@@ -19,14 +19,16 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from passes._torch import OWN_CACHE, current_backward, forget_compiled, pytree
-from passes.contract.errors import FxampError, NotFaithfulError, in_short
+from passes._torch import pytree
+from passes.contract.errors import FxampError
 from passes.graph.aliases import Aliases
 from passes.graph.values import LOW_DTYPES
 
+from .._torch import OWN_CACHE, current_backward, forget_compiled
 from ..capture.backend import recompute_as_written
 from ..capture.call import Call, begin
 from ..capture.inputs import Inputs
+from ..errors import NotFaithfulError, in_short
 from ..observe.snapshot import fresh, same_random_state
 from ..observe.tensors import dense, same
 from .function import Entry

@@ -18,19 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from passes._torch import (
-    SET_GRAD,
-    FakeTensor,
-    copy_together,
-    is_stand_in,
-    mark_static_address,
-    of_fixed_sizes,
-    run_as_soon_as_ready,
-)
+from passes._torch import SET_GRAD, FakeTensor
 from passes.contract.errors import CaptureError
 from passes.graph.aliases import Aliases, mutated_operands
 from passes.graph.notes import is_inserted
 from passes.runtime.casts import cast_weight
+
+from .._torch import copy_together, is_stand_in, mark_static_address, of_fixed_sizes, run_as_soon_as_ready
 
 
 class _Reader(torch.autograd.Function):

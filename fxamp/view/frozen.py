@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from passes.contract.errors import CaptureError, NotAModuleError
+from passes.contract.errors import CaptureError
 
+from ..errors import NotAModuleError
 from .copies import Copies, Lifted, is_plain, weight_casts
 from .function import Entry
 from .view import is_view, runner_of

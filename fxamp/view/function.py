@@ -26,22 +26,20 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from passes._torch import (
+from passes._torch import enter_autocast, exit_autocast, pytree
+from passes.graph.outputs import viewed
+from passes.graph.values import LOW_DTYPES
+
+from .._torch import (
     answer_whether_exporting,
     code_being_captured,
-    enter_autocast,
-    exit_autocast,
     forget_compiled,
     global_module_hooks,
     is_replica_running,
     pop_mode,
     push_mode,
-    pytree,
     source_name,
 )
-from passes.graph.outputs import viewed
-from passes.graph.values import LOW_DTYPES
-
 from ..capture.backend import inner_of, recompute_as_written, rewrite, run_by
 from ..capture.call import Call, current
 from ..capture.compiled import Converted, break_of, copied, elsewhere

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node, map_arg
 
-from passes._torch import enter_autocast, exit_autocast, is_number_input, source_name
+from passes._torch import enter_autocast, exit_autocast
 from passes.contract.costs import CostModel
 from passes.contract.errors import CaptureError
 from passes.contract.plan import Plan, joined
@@ -28,6 +28,7 @@ from passes.contract.reasons import Code
 from passes.graph.notes import is_inserted
 from passes.runtime.tracing import RuntimeTracer
 
+from .._torch import is_number_input, source_name
 from ..capture.compiled import coverage, runner_of, together
 from ..capture.emitted import Emitted, is_writable, with_record
 from ..capture.outputs import leaving

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from passes._torch import global_module_hooks, is_module_tracker, number_of_hooks
+from .._torch import global_module_hooks, is_module_tracker, number_of_hooks
 
 _TABLES = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks") and "state_dict" not in name)
 

@@ -28,37 +28,37 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from passes._torch import (
+from passes._torch import in_transform, pytree
+from passes.contract.costs import CostModel
+from passes.contract.errors import CaptureError, FxampError, PolicyError
+from passes.contract.plan import CERTIFICATE, Plan
+from passes.contract.policy import Override, Policy, nearest
+from passes.contract.reasons import Code
+
+from .._torch import (
     dispatch_modes,
     dynamo_errors,
     dynamo_is_disabled,
     dynamo_stance,
     ignores_compilers,
-    in_transform,
     is_traced_by_fx,
     is_traced_by_jit,
     leave_padding_to_python,
     mark_batch,
     own_parameters,
-    pytree,
     unmark_batch,
     without_modes,
     without_module_trackers,
 )
-from passes.contract.costs import CostModel
-from passes.contract.errors import CaptureError, FxampError, PolicyError, in_short
-from passes.contract.plan import CERTIFICATE, Plan
-from passes.contract.policy import Override, Policy, nearest
-from passes.contract.reasons import Code
-from passes.runtime.regions import ModesKeptOnError
-
 from ..capture.backend import Inner
 from ..capture.call import Call, begin, current
 from ..capture.compiled import runner_of
 from ..capture.frames import forward_of
 from ..capture.inputs import device_of, resolve
+from ..capture.modes import ModesKeptOnError
 from ..capture.outputs import is_whole, low_of_its_own, restored
 from ..capture.parameters import is_only_read
+from ..errors import in_short
 from ..observe.watch import watching
 from .copies import Opened
 from .function import Entry, Function

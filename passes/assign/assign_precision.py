@@ -42,9 +42,9 @@ from ..graph.values import (
 )
 from ..ops import ops
 from ..ops.rules import KEEP, LOW, is_registered, row_of
+from .colour.decide import AutocastRules, PolicyRules
 from .colour.kernels import refuse_untold_writes
 from .colour.simulate import Simulation
-from .colour.strategies import AutocastRules, PolicyRules
 from .place.choose_storage import choose_storage
 from .place.costs import ByteCosts
 from .place.saturate import saturate
@@ -162,7 +162,7 @@ def _named(simulation: Simulation, colours: Colours) -> Colours:
         if row.recomputed and any(len(n.users) > 1 and n in grad and is_leaf(n) for n in node.all_input_nodes):
             why = why.because(Code.SUM_ORDER(f"casts weights that are read elsewhere too ({why})"))
         wide = row.recurrent and (x := node.all_input_nodes[0]) in grad and simulation.dtypes[x] == torch.float32
-        if wide and (ops.argument(node, "bidirectional") or (len(x.users) > 1 and is_leaf(x))):
+        if wide and (ops.argument(node, row.casts_again) or (len(x.users) > 1 and is_leaf(x))):
             said = Code.SUM_ORDER(f"casts its input once for both directions or other readers ({why})")
             why = why.because(said)
         kept = why.code is Code.LITERAL or (policy.level.stores_low and choice.dtype == torch.float32)

@@ -17,7 +17,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ..contract.errors import VerificationError
-from ..contract.reasons import ByOverride
+from ..contract.reasons import OVERRIDE
 from ..form import Assignment, SetDtype, UnderAutocast
 from ..graph.aliases import Aliases, may_alias, may_write, shared_operands
 from ..graph.grad import grad_modes
@@ -215,7 +215,7 @@ def _missing_cast(emitted: Emitted, node: Node) -> Node | None:
     choice = emitted.assignment.colours.get(node)
     if choice is None or choice.dtype not in LOW_DTYPES or ops.argument(node, "dtype") is not None:
         return None
-    if choice.reason.kind != LOW and not isinstance(choice.reason, ByOverride):
+    if choice.reason.kind not in (LOW, OVERRIDE):
         return None
     row, dtypes = row_of(node), emitted.assignment.dtypes
     return _first(
@@ -228,11 +228,11 @@ def _missing_cast(emitted: Emitted, node: Node) -> Node | None:
 
 def _cast_statistics(emitted: Emitted, node: Node) -> Node | None:
     """Illegal: batch_norm(x, w, b, to(mean, bf16), var, ...): the kernel takes FP32 statistics beside a low x."""
-    original = emitted.assignment.original
+    original, uncast = emitted.assignment.original, row_of(node).uncast
     return _first(
         o.node
-        for o in ops.operands(node)
-        if o.name in row_of(node).uncast and is_inserted(o.node) and o.node.args[1] in LOW_DTYPES
+        for o in (ops.operands(node) if uncast else ())
+        if o.name in uncast and is_inserted(o.node) and o.node.args[1] in LOW_DTYPES
         and original.get(o.node.args[0]) != o.node.args[1]  # type: ignore[arg-type]
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The interface of a cost model: what the cut asks the price of, and how it is answered. And calls to be timed.
+"""The interface of a cost model: what the cut asks the price of, and how it is answered.
 
 The cut chooses in which of two dtypes, low or FP32, each free op runs. A model prices each of them in both, and the
 casts that become necessary where an op reads a value in the other dtype.
@@ -6,14 +6,14 @@ casts that become necessary where an op reads a value in the other dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Mapping, Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.fx import Node
 
-from .policy import dtype_name
+from .errors import PolicyError
 
 
 class Run(NamedTuple):
@@ -153,35 +153,23 @@ class CostModel(Protocol):
         """Price everything in one graph at once."""
 
 
-@dataclass(frozen=True)
-class Filler:
-    """A tensor to run an op on; it has strides, since the time of an op depends on them."""
+def priced(costs: CostModel, nodes: Sequence[Candidate], nets: Sequence[Net]) -> Prices:
+    """Return the prices of a cost model.
 
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-
-    def __str__(self) -> str:
-        """Write it short: `float32[4, 8]/[8, 1]`, with a `'` where gradients flow."""
-        name = dtype_name(self.dtype)
-        return f"{name}{list(self.shape)}/{list(self.stride)}{chr(39) * self.requires_grad}"
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call to be timed, forward and backward.
-
-    Attributes:
-        key: all that its time depends on, apart from the machine, as text; calls with equal keys take equally long.
-        args: its arguments, with a Filler for every tensor; likewise `kwargs`.
+    Raises:
+        PolicyError: they are not one pair of integers of at least 0 for each node, and one for each net of these reads.
     """
-
-    key: str
-    function: Callable[..., Any] = field(compare=False)
-    args: Any = field(compare=False)
-    kwargs: Any = field(compare=False)
-
-
-# Gives the nanoseconds of each call, forward and backward together; leaves out those that cannot run.
-Timer = Callable[[Sequence[Call]], Mapping[Call, int]]
+    prices, name = costs.price(nodes, nets), type(costs).__name__
+    if len(prices.nodes) != len(nodes):
+        raise PolicyError(f"{name} prices {len(prices.nodes)} of {len(nodes)} nodes: each has a pair, low and FP32.")
+    reads = {(net.value, reader) for net in nets for reader in net.reads}
+    numbers: list[tuple[Any, Sequence[Any]]] = [(n.node, p) for n, p in zip(nodes, prices.nodes, strict=True)]
+    for net in prices.nets:
+        if strange := [r for r in net.readers if (net.value, r) not in reads]:
+            raise PolicyError(f"{name} prices a read of {net.value} by {strange[0]}, which it was not asked for.")
+        numbers.append((net.value, (net.up, net.down, *(n for n in net.alone if n is not None))))
+    for node, of in numbers:
+        for number in of:
+            if type(number) is not int or number < 0:
+                raise PolicyError(f"{name} prices {node} at {number!r}: a price is an integer of at least 0.")
+    return prices

@@ -9,11 +9,12 @@ A `Policy` is frozen and hashable, and its string form round-trips::
 from __future__ import annotations
 
 import difflib
+import enum
 import functools
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, fields, replace
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -21,7 +22,56 @@ from torch import nn
 
 from .devices import DEVICES
 from .errors import PolicyError
-from .levels import LEVELS, Level, zero_for_o
+
+
+class Level(str, enum.Enum):
+    """A level of conversion; it compares equal to its name, and prints as its name.
+
+    Attributes:
+        rounds: some ops may run in the low dtype; otherwise results are the model's own, bit for bit.
+        is_autocasts: values are those of `torch.autocast`, bit for bit where the plan names no deviation.
+        stores_low: values that autocast would keep in FP32 may be stored low.
+        rounds_sensitive: sensitive ops run low too, wherever they have a kernel.
+        keeps_sums_fp32: a loss is split from the sum of its terms, which is FP32, and so are sums into a written value.
+        may_keep_products_fp32: with measured costs, a product whose casts do not pay is FP32.
+    """
+
+    rounds: bool
+    is_autocasts: bool
+    stores_low: bool
+    rounds_sensitive: bool
+    keeps_sums_fp32: bool
+    may_keep_products_fp32: bool
+
+    def __new__(cls, name: str, facts: str = "") -> Level:
+        """Make a level from its name and the names of the attributes that are True."""
+        member = str.__new__(cls, name)
+        member._value_ = name
+        for fact in cls.__annotations__:
+            setattr(member, fact, fact in facts.split())
+        return member
+
+    O0 = "O0"
+    O1 = "O1", "rounds is_autocasts"
+    O2 = "O2", "rounds stores_low keeps_sums_fp32 may_keep_products_fp32"
+    O3 = "O3", "rounds stores_low rounds_sensitive"
+
+    __str__ = str.__str__
+    __repr__ = str.__repr__
+
+    def __format__(self, spec: str) -> str:
+        return format(self.value, spec)
+
+
+LEVELS = tuple(level.value for level in Level)
+
+
+def zero_for_o(text: str) -> str:
+    """Return an addition to an error message on a level written with a zero ("02"); empty for any other text."""
+    meant = f"O{text[1:]}"
+    is_meant = text[:1] == "0" and meant in LEVELS
+    return f"; {text!r} begins with the digit 0, and a level with the letter O: {meant!r}" if is_meant else ""
+
 
 Pairs: TypeAlias = tuple[tuple[str, str], ...]
 # Keys are str or type[nn.Module]. A mapping's key type is invariant, so naming them would refuse most literals.
@@ -277,29 +327,6 @@ def op_override(policy: Policy, op: str) -> Override | None:
     return next((Override("op", key, colour) for key, colour in policy.ops if key == op), None)
 
 
-def policy_of_part(policy: Policy, path: str, part: nn.Module) -> Policy:
-    """Return the policy of the part of a model at a path, from that of the whole, in which paths are of the whole.
-
-    The rest of the model reads the outputs of the part as it does under autocast.
-    """
-    depth, types = path.count(".") + 1, type_names(type(part))
-    cover = module_override(policy, [(path, types)])
-    covered = cover is not None and cover.kind == "path"  # a path wins over the types inside it
-    modules: dict[str, str] = {}
-    for key, colour in policy.modules:
-        head, rest = (".".join(segments) for segments in (key.split(".")[:depth], key.split(".")[depth:]))
-        inside = rest if rest and _glob(head).fullmatch(path) else "" if covered else key
-        alone = Policy(modules={inside: colour}) if inside else None
-        if alone and any(module_override(alone, [(p, type_names(type(m)))]) for p, m in part.named_modules()):
-            modules[inside] = colour
-    if cover is not None and covered:
-        modules[types[0]] = cover.colour
-    ops = {key.removeprefix(path).removeprefix("."): c for key, c in policy.ops
-           if "#" not in key or key.startswith((f"{path}.", f"{path}/"))}  # fmt: skip
-    outputs = "autocast" if policy.output_dtype == "original" else policy.output_dtype
-    return replace(policy, modules=tuple(modules.items()), ops=tuple(ops.items()), output_dtype=outputs)
-
-
 def check_used(policy: Policy, stacks: Iterable[Stack], ops: Iterable[str]) -> None:
     """Refuse a policy with an override that matches nothing, naming the nearest name there is.
 
@@ -353,7 +380,7 @@ def _matches(policy: Policy, stack: Stack) -> Iterable[tuple[tuple[int, int, int
     path = stack[-1][0]
     for key, colour in policy.modules:
         # The root has no path, so that no glob matches it; only its type does.
-        if path and _glob(key).fullmatch(path):
+        if path and glob(key).fullmatch(path):
             yield (1, len(key.partition("*")[0]), 0), Override("path", key, colour)
             continue
         for depth, (_, types) in reversed(list(enumerate(stack))):
@@ -364,7 +391,7 @@ def _matches(policy: Policy, stack: Stack) -> Iterable[tuple[tuple[int, int, int
 
 
 @functools.lru_cache(maxsize=1024)
-def _glob(key: str) -> re.Pattern[str]:
+def glob(key: str) -> re.Pattern[str]:
     """Compile a glob of module paths: `*` stays within one segment, submodules are covered.
 
     Text between two stars matches where it first occurs (a lookahead does not backtrack), so that the time to match

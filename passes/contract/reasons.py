@@ -62,12 +62,17 @@ DEVIATIONS = (
 )  # fmt: skip
 
 
+# What has decided where no rule has: the policy, a region in the model's code or another device, a cast of the user's,
+# the graphs inside a call, or `torch.autocast`, under which it runs.
+OVERRIDE, REGION, CAST, BODY, AS_AUTOCAST = "override", "region", "cast", "body", "as_autocast"
+
+
 @dataclass(frozen=True)
 class Reason:
-    """A code, and a sentence about one node; the type says what has decided, which is the rule of the op here.
+    """A code, and a sentence about one node.
 
     Attributes:
-        kind: the kind of the rule.
+        kind: what has decided: the kind of the rule that was applied, or one of the five above.
         causes: the nodes whose decisions this one follows from.
         ranges: what buffers hold that the low dtype cannot, where that decided.
         final: no placement of values may change the dtype that the node runs in.
@@ -86,38 +91,3 @@ class Reason:
     def because(self, other: Reason) -> Reason:
         """Return the reason of the same decider with the code and the sentence of another."""
         return replace(self, code=other.code, detail=other.detail)
-
-
-@dataclass(frozen=True)
-class ByOverride(Reason):
-    """The policy has decided."""
-
-    kind: str = "override"
-
-
-@dataclass(frozen=True)
-class ByRegion(Reason):
-    """It is outside of autocast: the model's code disables that here, or the value is on another device."""
-
-    kind: str = "region"
-
-
-@dataclass(frozen=True)
-class ByCast(Reason):
-    """It is a cast of the user's."""
-
-    kind: str = "cast"
-
-
-@dataclass(frozen=True)
-class ByBody(Reason):
-    """The graphs inside of it have decided."""
-
-    kind: str = "body"
-
-
-@dataclass(frozen=True)
-class ByAutocast(Reason):
-    """It runs under `torch.autocast`, which decides."""
-
-    kind: str = "as_autocast"

@@ -6,6 +6,7 @@ as writes: ask `may_write` too.
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left
 from typing import Any
 
@@ -13,26 +14,30 @@ from torch.fx import Graph, Node
 
 from .._torch import OpOverload, OpOverloadPacket, own_schema, qualified_name
 from ..ops import ops
-from ..ops.rules import row_named, row_of
+from ..ops.rules import row_of
 from .notes import is_inserted, note_of
 
 
 def is_opaque(node: Node) -> bool:
     """Say whether nothing is known about what a call does: a module, a higher-order op, a function outside torch."""
     name = ops.name(node)
-    outside = name.startswith("module:") or row_of(node).higher_order or ("." in name and "::" not in name)
-    if not outside:
-        return False
-    return not (is_inserted(node) or note_of(node).pure)
+    outside = row_of(node).higher_order if "::" in name else "." in name or node.op == "call_module"
+    return outside and not (is_inserted(node) or note_of(node).pure)
 
 
 def may_alias(node: Node) -> bool:
     """Say whether a node's output may share storage with an operand."""
     shares = {"": False, "sole": len(ops.inputs(node)) == 1}.get(row_of(node).may_alias, True)
-    if shares or is_in_place(ops.name(node)) or "out" in node.kwargs or is_opaque(node):
+    if shares or is_in_place(node) or "out" in node.kwargs or is_opaque(node):
         return True
     schema = ops.schema_of(node)
     return schema is not None and any(r.alias_info is not None for r in schema.returns)
+
+
+def makes_view(node: Node) -> bool:
+    """Say whether an op makes a view for all operands."""
+    schema = ops.schema_of(node)
+    return row_of(node).asks == "item" or (schema is not None and any(r.alias_info is not None for r in schema.returns))
 
 
 def out_operands(node: Node) -> list[Node]:
@@ -47,27 +52,33 @@ def may_write(node: Node) -> list[Node]:
 
     The bodies of higher-order ops and torch's own functions do not write to what they are given.
     """
-    outside = not (row_of(node).higher_order or ops.name(node).startswith("torch."))
-    return node.all_input_nodes if outside and is_opaque(node) else mutated_operands(node)
+    if is_opaque(node) and not (row_of(node).higher_order or ops.name(node).startswith("torch.")):
+        return node.all_input_nodes
+    return mutated_operands(node)
 
 
 def mutated_operands(node: Node) -> list[Node]:
     """Return the operands that a node is known to write to."""
-    name = ops.name(node)
-    if not name:
+    if not node.op.startswith("call"):
         return []
-    written = {"out"} if "out" in node.kwargs else set()
-    for schema in _schemas(node.target):
-        for i, a in enumerate(schema.arguments):
-            if a.alias_info is not None and a.alias_info.is_write:
-                written |= {a.name, f"arg{i}"}  # a packet's operands have no names
-    if is_in_place(name) and not isinstance(node.target, OpOverload):
+    written = {*_written_by(node.target)}
+    if "out" in node.kwargs:
+        written.add("out")
+    if not isinstance(node.target, OpOverload) and is_in_place(node):
         written |= {o.name for o in list(ops.operands(node))[:1]}
-    if row_named(name).writes:
-        argument, default, unless, *also = row_named(name).writes
+    if row_of(node).writes:
+        argument, default, unless, *also = row_of(node).writes
         if ops.argument(node, argument, default) is not unless:
             written.update(also)
     return [o.node for o in ops.operands(node) if o.name in written] if written else []
+
+
+@functools.lru_cache(maxsize=4096)
+def _written_by(target: Any) -> tuple[str, ...]:
+    """Return the names of the arguments that an operator writes to by its schema; a packet's operands have none."""
+    arguments = [(i, a) for schema in _schemas(target) for i, a in enumerate(schema.arguments)]
+    written = [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    return tuple(name for i, argument in written for name in (argument, f"arg{i}"))
 
 
 def _schemas(target: Any) -> list[Any]:
@@ -79,9 +90,10 @@ def _schemas(target: Any) -> list[Any]:
     return []
 
 
-def is_in_place(name: str) -> bool:
-    """Say whether an op of this name writes to its first argument."""
-    return name == "setitem" or (name.endswith("_") and not name.endswith("__"))
+def is_in_place(node: Node) -> bool:
+    """Say whether a call writes to its first argument, which most in-place ops return."""
+    name = ops.name(node)
+    return row_of(node).in_place or (name.endswith("_") and not name.endswith("__"))
 
 
 class Aliases:
@@ -99,23 +111,24 @@ class Aliases:
         written = [(i, n) for i, node in calls for n in mutated_operands(node)]
         unknown = [(i, n) for i, node in calls if is_opaque(node) for n in node.all_input_nodes]
         writes = sorted(written + unknown, key=lambda w: w[0])
-        self._unite(graph, {})
-        storage = {n: self.find(n) for n in graph.nodes}
-        last = {storage[node]: when for when, node in writes}
-        self._unite(graph, {n: last.get(root, -1) for n, root in storage.items()})
+        last: dict[Node, int] = {}  # by representative
+        if writes:
+            self._unite(graph, None)
+            last = {self.find(node): when for when, node in writes}
+        self._unite(graph, {n: last[root] for n in graph.nodes if (root := self.find(n)) in last} if last else {})
         self.mutated = {self.find(n) for _, n in written}  # the representative of each set that is written
         self._writes: dict[Node, list[int]] = {}
         for when, node in writes:
             self._writes.setdefault(self.find(node), []).append(when)
 
-    def _unite(self, graph: Graph, last: dict[Node, int]) -> None:
-        """Unite each view with its base, unless it was made after the last write to their storage (in `last`)."""
+    def _unite(self, graph: Graph, last: dict[Node, int] | None) -> None:
+        """Unite each view with its base: all of them, or those made before the last write to their storage (`last`)."""
         self._parent: dict[Node, Node] = {n: n for n in graph.nodes}
         attributes: dict[Any, Node] = {}
         for node, when in self._order.items():
             if node.op == "get_attr":
                 self._union(attributes.setdefault(node.target, node), node)
-            if node.op.startswith("call") and may_alias(node) and last.get(node, when) >= when:
+            if node.op.startswith("call") and (last is None or last.get(node, -1) >= when) and may_alias(node):
                 for value in shared_operands(node):
                     self._union(value, node)
 
@@ -150,8 +163,10 @@ class Aliases:
 def shared_operands(node: Node) -> list[Node]:
     """Return the operands whose storage an aliasing op may share: the first, unless the schema names others."""
     operands = list(ops.operands(node))
-    if is_opaque(node) or ops.name(node) == "set_":  # set_ takes over the storage of its source
+    if is_opaque(node):
         return node.all_input_nodes
+    if row_of(node).may_alias == "all":
+        return ops.inputs(node)
     if "out" in node.kwargs:
         return [o.node for o in operands if o.name == "out"]
     schema = ops.schema_of(node)
@@ -159,4 +174,4 @@ def shared_operands(node: Node) -> list[Node]:
         marked = {a.name for a in schema.arguments if a.alias_info is not None}
         if shared := [o.node for o in operands if o.name in marked]:
             return shared
-    return [o.node for o in operands if o.name == operands[0].name or row_of(node).may_alias == "all"]
+    return [o.node for o in operands if o.name == operands[0].name]

@@ -22,8 +22,7 @@ from torch.fx import Graph, GraphModule, Node
 from .._torch import pytree
 from ..ops.rules import Rule, row_of
 from .aliases import mutated_operands
-from .notes import note_of
-from .origin import Origin
+from .notes import Origin, note_of
 from .values import Dtypes, ValueDtype
 
 

@@ -1,18 +1,92 @@
-"""Notes of fxamp on a node: one typed record under one key of `node.meta`.
+"""What is noted on a node: what its front end says of it, and what passes add; one typed record a node.
 
-A note is frozen, since a copied node shares the objects in its meta with the original; `note` makes a new one. `val`,
-`nn_module_stack` and `stack_trace` beside it are torch's own.
+A front end owes an `Origin` for every input and every call of the graph that it captured, and of the graphs inside it,
+which `compile_graph` takes and checks; `Origin()` says that nothing more is known of a node. What the compiler can see
+for itself no front end has to say: what a get_attr refers to, and the type of a module.
+
+A note is under one key of `node.meta`, and frozen, since a copied node shares the objects in its meta with the
+original; `note` makes a new one. `val`, `nn_module_stack` and `stack_trace` beside it are torch's own.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, get_args
 
-from torch.fx import Node
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, Node
 
+from .._torch import FakeTensor
+from ..contract.errors import CaptureError
 from ..ops.ops import NOTE
-from .origin import Origin, Region
+
+Region = tuple[str, bool, torch.dtype | None, bool]  # device type, enabled, dtype, whether casts are cached
+Role = Literal["", "parameter", "buffer", "leaf", "number"]
+CastMeaning = Literal["", "literal", "autocast", "baked"]
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a front end knows of one node that the graph itself does not show; what it does not know is empty, or None.
+
+    Attributes:
+        region: The autocast region in the model's own code that contains it.
+        role: Of an input: "parameter" or "buffer" (any other tensor) of the model, "leaf": detached by a reentrant
+            checkpoint, or "number": a number that Dynamo made a tensor of.
+        constant: The number that a buffer of 0 dimensions holds, if that is known.
+        cast: For a cast: "literal"; "autocast", if the program has this dtype under autocast; or "baked", if nothing is
+            known but the dtype.
+        read: For a cast, or a factory: the dtype that the program reads at this place under autocast.
+        dtype_argument: The low dtype that the user's code passed as an argument, for which there is now a cast.
+        autocast: The dtypes of its value under autocast, if they were seen.
+        under_autocast: The call runs under autocast, whatever its rule says: its values are jagged, or in a transform.
+        low_of_its_own: For an output: its low dtype, if the model itself makes it low without autocast.
+        leaves: An output of the model, and not only of one of its graphs: it leaves in its original dtype.
+        leaves_as: For such an output: its dtype in the model itself, if more is known of it than of other values.
+        fused: Eager evaluation runs the call inside a fused kernel, which rounds in other places.
+
+    Raises:
+        ValueError: there is no such role, or no such meaning of a cast.
+    """
+
+    region: Region | None = None
+    role: Role = ""
+    constant: float | None = None
+    cast: CastMeaning = ""
+    read: torch.dtype | None = None
+    dtype_argument: torch.dtype | None = None
+    autocast: Any = None
+    under_autocast: bool = False
+    low_of_its_own: torch.dtype | None = None
+    leaves: bool = False
+    leaves_as: torch.dtype | None = None
+    fused: bool = False
+
+    def __post_init__(self) -> None:
+        for field, value, legal in (("role", self.role, Role), ("cast", self.cast, CastMeaning)):
+            if value not in get_args(legal):
+                raise ValueError(f"the {field} of an Origin is one of {get_args(legal)}, not {value!r}")
+
+
+class Origins(dict[Node, Origin]):
+    """What a front end knows of each node so far; of one that it has not come to, nothing."""
+
+    def __missing__(self, node: Node) -> Origin:
+        return Origin()
+
+    def add(self, node: Node, **facts: Any) -> None:
+        """Add facts, fields of an Origin, to what is known of a node."""
+        self[node] = replace(self[node], **facts)
+
+
+def buffer_origin(value: Tensor) -> Origin:
+    """Return the origin of a buffer or constant, with the number in a 0-dim one: it may be a fill value."""
+    known = not isinstance(value, FakeTensor) and not value.is_meta
+    number = known and value.dim() == 0 and value.is_floating_point()
+    return Origin(role="buffer", constant=float(value) if number else None)
+
 
 # The rewrites that make nodes, as "pass/rewrite". The first three make casts, which are then not the user's.
 CAST_OPERAND, RESTORE_OUTPUT, READ_OUTPUT = "insert-casts/operand", "insert-casts/output", "insert-casts/read"
@@ -24,7 +98,7 @@ _CASTS = (CAST_OPERAND, RESTORE_OUTPUT, READ_OUTPUT)
 
 @dataclass(frozen=True, slots=True)
 class Note(Origin):
-    """The notes on one node: what its front end says of it, and what passes add.
+    """The notes on one node.
 
     Attributes:
         made_by: The rewrite of fxamp that made the node, as "pass/rewrite"; "" for a captured node.
@@ -89,3 +163,27 @@ def move_to(node: Node, other: Node) -> None:
     for key in ("nn_module_stack", "stack_trace", NOTE):
         node.meta.pop(key, None)
     node.meta |= provenance(other)
+
+
+def note_origins(graph: Graph, attribute: Callable[[str], Any], origins: Mapping[Node, Origin]) -> None:
+    """Note on every node of a graph where it comes from.
+
+    Raises:
+        CaptureError: an input or a call has no origin.
+    """
+    for node in graph.nodes:
+        origin = _of_attribute(attribute(str(node.target))) if node.op == "get_attr" else origins.get(node)
+        if node.op == "output":
+            continue
+        if not isinstance(origin, Origin):
+            raise CaptureError(
+                f"node '{node.name}' has no Origin: whoever captured the graph gives compile_graph one for every input "
+                "and call, also of the graphs inside it. Origin() says that nothing more is known of a node."
+            )
+        leaf = type(attribute(str(node.target))).__name__ if node.op == "call_module" else ""
+        note(node, **{field.name: getattr(origin, field.name) for field in fields(Origin)}, leaf=leaf)
+
+
+def _of_attribute(value: Any) -> Origin:
+    buffer = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+    return buffer_origin(value) if buffer else Origin()

@@ -81,7 +81,7 @@ def read_outputs(graph: Graph) -> tuple[int, ...]:
 
 def tensor_of(node: Node) -> Node:
     """Return the node that made a tensor: that of `h`, for `relu_(h)`."""
-    while node.op.startswith("call") and is_in_place(name := ops.name(node)) and name != "setitem":
+    while node.op.startswith("call") and is_in_place(node) and row_of(node).out:
         first = next((o.node for o in ops.operands(node)), None)
         if first is None:
             break

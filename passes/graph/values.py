@@ -22,7 +22,6 @@ from ..ops import ops
 from ..ops.rules import row_of
 from ..runtime.casts import ELIGIBLE as ELIGIBLE
 from .notes import is_ours
-from .recurrence import first_step
 
 LOW_DTYPES = (torch.float16, torch.bfloat16)
 _FRAME = re.compile(r'File "(.*)", line (\d+)')
@@ -165,6 +164,8 @@ def refuse_mixed(node: Node, dtype_of: Callable[[Node], Any]) -> None:
     The kernel of a norm takes weights of its input's dtype; if the input is low, it also takes FP32 weights.
     """
     row = row_of(node)
+    if not row.same_dtype and not row.uncast:
+        return
     dtypes = [(o.name in row.uncast, d) for o in ops.operands(node) if (d := dtype_of(o.node)) in ELIGIBLE]
     first, affine = ({d for of_weight, d in dtypes if of_weight is side} for side in (False, True))
     if row.same_dtype and len(first | affine) > 1:
@@ -222,12 +223,11 @@ class Inference:
 
         Raises whatever the op raises when it rejects them.
         """
-        if row_of(node).asks == "item" and isinstance(node.args[0], Node):
+        row = row_of(node)
+        if (row.asks == "item" or row.shards) and isinstance(node.args[0], Node):
             items = dtype_of(node.args[0])
-            if isinstance(items, tuple):
-                return items[node.args[1]]  # type: ignore[index]
-        if row_of(node).shards and isinstance(node.args[0], Node):
-            return dtype_of(node.args[0])
+            if row.shards or isinstance(items, tuple):
+                return items if row.shards else items[node.args[1]]  # type: ignore[index]
         key = _key(node, dtype_of)
         if key is None:
             return self._run(node, dtype_of)
@@ -258,6 +258,11 @@ class Inference:
 def run(node: Node, value_of: Callable[[Node], Any]) -> Any:
     """Run the op of a call on these values of its operands."""
     return _call(node, *torch.fx.map_arg((node.args, dict(node.kwargs)), value_of))
+
+
+def first_step(x: torch.Tensor, batch_first: bool) -> torch.Tensor:
+    """Return the first time step of an input, [1, batch, features] of [steps, batch, features], or without a batch."""
+    return x.narrow(1 if batch_first and x.dim() == 3 else 0, 0, 1)
 
 
 def run_first_step(node: Node, value_of: Callable[[Node], Any]) -> Any:
@@ -343,5 +348,6 @@ def dtype_reference(node: Node) -> Node | None:
 
 def dtype_owner(node: Node) -> Node | None:
     """Return y where the node is `y.dtype`, which is read when the graph runs."""
-    owner = node.args[0] if ops.name(node) == "getattr" and node.args[1] == "dtype" else None
-    return owner if isinstance(owner, Node) else None
+    if not node.op.startswith("call") or row_of(node).asks != "attribute" or node.args[1] != "dtype":
+        return None
+    return node.args[0] if isinstance(node.args[0], Node) else None

@@ -31,7 +31,6 @@ from .layers import open_layers
 
 logger = logging.getLogger("fxamp")
 aten = torch.ops.aten
-LOSS = "cross_entropy_loss"  # the op that is split
 _NONE, _MEAN = 0, 1  # as torch::Reduction has them
 
 
@@ -145,7 +144,7 @@ def split_losses(graph: Graph, whole: Container[Node] = ()) -> int:
     Before: cross_entropy_loss(logits: [N, V], target)
     After:  picked = nll_loss(log_softmax(logits), target, reduction none); to(picked: [N], f32).sum() / count
     """
-    losses = [n for n in graph.nodes if ops.name(n) == LOSS and _is_plain(n) and n not in whole]
+    losses = [n for n in graph.nodes if row_of(n).splits and _is_plain(n) and n not in whole]
     for node in losses:
         _split(graph, node)
     return len(losses)
@@ -261,7 +260,7 @@ def _trace(node: Node, inputs: list[Node], examples: list[Any], *modes: Any) -> 
 
     # A function of torch's becomes the operators that it calls; if that is one composite, it is decomposed next.
     table: dict[Any, Any] = {node.target: node.target.decompose} if isinstance(node.target, OpOverload) else {}
-    if node.target is aten.cross_entropy_loss.default:  # it names the dtype of its logits, which autocast then leaves
+    if table and row_of(node).splits:  # it names the dtype of its logits, which autocast then leaves
         table[aten.log_softmax.int] = lambda x, dim, dtype: aten._log_softmax.default(x, dim, False)
     tracer = make_fx(call, table, pre_dispatch=True, _allow_non_fake_inputs=True)
     with quiet_fakes(), contextlib.ExitStack() as entered:

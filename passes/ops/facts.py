@@ -107,7 +107,7 @@ def facts(name: str, device: str, low: torch.dtype, **static: Any) -> Facts:
     base = row.name if row.known else name
     table, on = _table(device)
     variants = {key: set(by_low.get(dtype_name(low), ())) for key, by_low in table.get(base, {}).items()}
-    wanted = static_key({k: static[k] for k in statics(base, device) if k in static})
+    wanted = static_key({k: static[k] for k in _measured(base, device) if k in static})
     if not variants:
         return Facts(commutes_forward=row.commutes != "", commutes_backward=row.commutes == "both")
     names = variants[wanted] if wanted in variants else set.intersection(*variants.values())
@@ -124,8 +124,7 @@ def facts_of(node: Node, device: str, low: torch.dtype) -> Facts:
 def rule_of(node: Node, device: str, low: torch.dtype | None = None) -> tuple[Rule, str]:
     """Return the row of a call's op and its kind on a device, which may depend on the call's arguments."""
     row, kind = lookup(ops.name(node), device, low)
-    # oneDNN has no projections.
-    composite = row.recurrent and kind == LOW and device == "cpu" and ops.is_projected(node)
+    composite = kind == LOW and DEVICES[device].lists in row.unprojected and ops.is_projected(node)
     return row, COMPOSITE if composite else kind
 
 
@@ -154,11 +153,6 @@ def _has(node: Node, column: tuple[Any, ...]) -> bool:
     if isinstance(value, (bool, str)):
         return value in column[1:]
     return any(equals(value, number) for number in column[1:] if isinstance(number, (int, float)))
-
-
-def statics(name: str, device: str) -> tuple[str, ...]:
-    """Return the static arguments that the facts of an op are keyed by."""
-    return tuple(_measured(name, device))
 
 
 @functools.cache

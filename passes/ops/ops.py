@@ -134,15 +134,17 @@ class Operand(NamedTuple):
 
 # Names.
 
+_OPERATIONS = ("call_function", "call_method")
+
 
 def name(node: Node) -> str:
     """Return the canonical op name of a call node, "" for any other node.
 
     An opaque leaf module is `module:` and its type's name.
     """
-    if node.op == "call_module":
-        return f"module:{getattr(node.meta.get(NOTE), 'leaf', '') or node.target}"
-    return _view(node).name if node.op in ("call_function", "call_method") else ""
+    if node.op in _OPERATIONS:
+        return view_of(node).name
+    return f"module:{getattr(node.meta.get(NOTE), 'leaf', '') or node.target}" if node.op == "call_module" else ""
 
 
 class OpView:
@@ -152,17 +154,19 @@ class OpView:
         op, target, args, kwargs: What the call was made of when it was read. Whoever changes a node gives it other
             objects, so its view holds as long as these are the same.
         name: The canonical name of its op.
+        row: What is known of the op, once `rules.row_of` has looked it up.
         values: The values of the nodes that it reads when they were looked at; on these depends what follows.
         schema: The schema of the overload that the call fits, or None.
         names: The names of its positional arguments.
         operands: The nodes among its arguments that give no number.
     """
 
-    __slots__ = ("args", "kwargs", "name", "names", "op", "operands", "schema", "target", "values")
+    __slots__ = ("args", "kwargs", "name", "names", "op", "operands", "row", "schema", "target", "values")
 
     def __init__(self, node: Node, op: str, target: Any, args: Any, kwargs: Any) -> None:
         self.op, self.target, self.args, self.kwargs = op, target, args, kwargs
-        self.name = _name(node) if op in ("call_function", "call_method") else ""
+        self.name = _name(node) if op in _OPERATIONS else ""
+        self.row: Any = None
         self.values: list[Any] | None = None
 
     def read(self, node: Node, values: list[Any]) -> None:
@@ -182,8 +186,8 @@ class OpView:
 _VIEW = "_fxamp_view"  # an attribute of the node: in `meta` it would go into copies of a graph, and hold the first one
 
 
-def _view(node: Node) -> OpView:
-    """Return the view of a call, without what depends on values."""
+def view_of(node: Node) -> OpView:
+    """Return the view of a call; schema, names and operands are those of when they were last asked for."""
     view: OpView | None = node.__dict__.get(_VIEW)
     op, target, args, kwargs = _torch.parts_of(node)
     if view is not None and args is view.args and target is view.target and kwargs is view.kwargs and op == view.op:
@@ -194,7 +198,7 @@ def _view(node: Node) -> OpView:
 
 def _full_view(node: Node) -> OpView:
     """Return the view of a call, with its overload and its operands."""
-    view, values = _view(node), [n.meta.get("val") for n in node.all_input_nodes]
+    view, values = view_of(node), [n.meta.get("val") for n in node.all_input_nodes]
     if view.values is None or not all(map(operator.is_, values, view.values)):
         view.read(node, values)
     return view

@@ -9,9 +9,8 @@ listed op internally gets the kind of its overall effect; if that depends on sha
 
 from __future__ import annotations
 
-import difflib
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +27,7 @@ from .._torch import (
 )
 from ..contract.devices import DEVICES
 from ..contract.errors import PolicyError
+from ..contract.policy import nearest
 from . import ops
 from .table import elementwise, images, linalg, moves, products, queries, reductions
 from .table.row import BANNED as BANNED
@@ -63,7 +63,12 @@ def _unknown(name: str) -> Rule:
 
 def row_of(node: Node) -> Rule:
     """Return the row of a call's op, as `row_named` does."""
-    return row_named(ops.name(node))
+    view = ops.view_of(node)
+    row: Rule | None = view.row
+    if row is None:
+        row = row_named(ops.name(node))
+        view.row = row if row.known or not node.op.startswith("call") else None  # its rule may yet be registered
+    return row
 
 
 def is_registered(name: str) -> bool:
@@ -161,7 +166,7 @@ def register_rule(op: Any, kind: str, **facts: Any) -> Rule:
     kinds = [k for k in KIND_NAMES if k not in (BANNED, COMPOSITE)]
     for word in (kind, facts.get("cuda", kind)):
         if word not in kinds:
-            raise PolicyError(f"{where}: {word!r} is not a kind{_nearest(word, kinds)}; one of {', '.join(kinds)}")
+            raise PolicyError(f"{where}: {word!r} is not a kind{nearest(word, kinds)}; one of {', '.join(kinds)}")
     for fact, value in facts.items():
         _check_fact(where, fact, value)
     by_device = Kinds(kind, **({"cuda": facts.pop("cuda")} if "cuda" in facts else {}))
@@ -182,13 +187,15 @@ def _check_fact(where: str, fact: str, value: Any) -> None:
     """Raise unless `fact` is a field of `Rule` that can hold `value`."""
     known = [name for name in UNKNOWN.columns() if name not in ("name", "cpu", "known")]
     if fact not in known:
-        raise PolicyError(f"{where}: there is no fact {fact!r}{_nearest(fact, known)}")
+        raise PolicyError(f"{where}: there is no fact {fact!r}{nearest(fact, known)}")
     wanted = type(getattr(UNKNOWN, fact))
     if not isinstance(value, (list, tuple) if wanted is tuple else wanted):
         raise PolicyError(f"{where}: {fact}= takes a {wanted.__name__}, not {value!r}")
     words = _WORDS.get(fact)
     if words and value not in words:
-        raise PolicyError(f"{where}: {fact}={value!r}{_nearest(value, words)}; one of {', '.join(map(repr, words))}")
+        raise PolicyError(
+            f"{where}: {fact}={value!r}{nearest(str(value), words)}; one of {', '.join(map(repr, words))}"
+        )
 
 
 def _op_name(op: Any) -> str:
@@ -202,11 +209,6 @@ def _op_name(op: Any) -> str:
     if not isinstance(op, str):
         raise PolicyError(f"register_rule: {op!r} is not an operator; give torch.ops.my_lib.my_op or 'my_lib::my_op'")
     return op.removeprefix("aten::")
-
-
-def _nearest(name: Any, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(str(name), list(known), 1)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _from_register_autocast(name: str, device: str, low: torch.dtype | None) -> Rule | None:

@@ -1,11 +1,11 @@
-"""Modes of torch in a converted graph: a call under `torch.autocast`, the grad mode, and what holds around a graph.
+"""Modes of torch in a converted graph: a call under `torch.autocast`, a checkpoint, the grad mode.
 
 Graphs that were saved name these functions, so they stay where they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
 from .._torch import contexts_of_checkpoint
-from ..contract.devices import DEVICES
 
 
 def under_autocast(op: Callable[..., Any], device: str, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
@@ -46,34 +45,3 @@ def recompute(body: GraphModule, *args: Any, held: tuple[int, ...] = (), **kwarg
 def grad_mode() -> bool:
     """Return whether gradients are recorded, as `torch.is_grad_enabled`, which no trace records."""
     return torch.is_grad_enabled()
-
-
-class ModesKeptOnError:
-    """A context that puts the grad mode and autocast of devices back where an error leaves a region of a graph open."""
-
-    def __init__(self, devices: Iterable[str] = tuple(DEVICES)) -> None:
-        self._devices = devices
-
-    def __enter__(self) -> None:
-        self._grad = torch.is_grad_enabled()
-        self._found = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in self._devices]
-        self._cached, self._depth = torch.is_autocast_cache_enabled(), _depth()
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if kind is None:
-            return
-        torch.set_grad_enabled(self._grad)
-        for device, on, dtype in self._found:
-            torch.set_autocast_enabled(device, on)
-            torch.set_autocast_dtype(device, dtype)
-        torch.set_autocast_cache_enabled(self._cached)
-        while _depth() > self._depth:
-            if torch.autocast_decrement_nesting() == 0:  # as `torch.autocast` does at its end
-                torch.clear_autocast_cache()
-
-
-def _depth() -> int:
-    """Return how many regions of autocast are open."""
-    depth = torch.autocast_increment_nesting()
-    torch.autocast_decrement_nesting()
-    return depth

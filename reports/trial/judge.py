@@ -24,9 +24,10 @@ from torch.fx import GraphModule
 
 import fxamp
 from fxamp.capture import outputs
+from fxamp.errors import NotFaithfulError
 from fxamp.observe.snapshot import fresh, preserved, same_attributes
 from passes._torch import pytree
-from passes.contract.errors import FxampError, NotFaithfulError, VerificationError
+from passes.contract.errors import FxampError, VerificationError
 from passes.contract.policy import Policy
 from passes.contract.reasons import DEVIATIONS
 from passes.ops import ops

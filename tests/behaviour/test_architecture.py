@@ -32,45 +32,49 @@ ARROWS = {
     "passes.graph": "._torch .contract .ops .runtime",
     "passes.form": ".contract .graph .runtime",
     "passes.assign.colour": "._torch .contract .form .graph .ops",
-    "passes.assign.place": "._torch .assign.colour .contract .form .graph .ops",
+    "passes.assign.place": ".assign.colour .contract .form .graph .ops",
     "passes.casts": "._torch .contract .form .graph .ops .runtime",
     "passes.legalize": "._torch .contract .form .graph .ops .runtime",
     "passes.assign": ".assign.colour .assign.place .contract .form .graph .ops",
-    "passes.watch": ".casts .form .ops",
-    "passes.pipeline": ".assign .casts .contract .form .graph .legalize .ops .runtime .watch",
-    "passes": ".assign.place .graph .pipeline .watch",
+    "passes.pipeline": ".assign .casts .contract .form .graph .legalize .ops .runtime",
+    "passes": ".assign.place .form .graph .pipeline",
+    "fxamp._torch": "passes._torch",
+    "fxamp.errors": "passes.contract",
     "fxamp.guard": "",
     "fxamp.module": "passes.contract",
     "fxamp.harmless": "",
-    "fxamp.calibration": "passes.contract",
+    "fxamp.calibration": ".errors passes.contract",
     "fxamp.target": "passes.contract",
-    "fxamp.observe": "passes passes._torch passes.contract passes.graph passes.ops",
+    "fxamp.observe": "._torch .errors passes passes._torch passes.contract passes.graph passes.ops",
     "fxamp.capture": (
-        ".observe passes passes._torch passes.contract passes.graph passes.legalize passes.ops passes.runtime"
+        "._torch .errors .observe passes passes._torch passes.contract passes.graph passes.legalize passes.ops "
+        "passes.runtime"
     ),
-    "fxamp.view": ".capture .observe passes._torch passes.contract passes.graph passes.ops passes.runtime",
-    "fxamp.measure": ".capture .observe .view passes passes._torch passes.contract passes.graph",
-    "fxamp.measure.fake_cuda": ".capture .measure .observe .target passes._torch passes.contract",
-    "fxamp.convert": ".calibration .capture .measure .view passes._torch passes.contract",
+    "fxamp.view": (
+        "._torch .capture .errors .observe passes._torch passes.contract passes.graph passes.ops passes.runtime"
+    ),
+    "fxamp.measure": "._torch .capture .observe .view passes passes._torch passes.contract passes.graph passes.ops",
+    "fxamp.measure.fake_cuda": ".capture .errors .measure .observe .target passes._torch passes.contract",
+    "fxamp.convert": "._torch .calibration .capture .errors .measure .view passes.contract",
     "fxamp.trust": "",
     "fxamp.trust.census": (
-        ".capture .convert .harmless .observe passes._torch passes.contract passes.graph passes.ops passes.runtime"
+        "._torch .capture .convert .harmless .observe passes.contract passes.graph passes.ops passes.runtime"
     ),
     "fxamp.trust.error": (
-        ".capture .convert .measure .observe .trust.census passes passes._torch passes.contract passes.graph "
-        "passes.ops passes.runtime"
+        "._torch .capture .convert .errors .measure .observe .trust.census passes passes._torch passes.contract "
+        "passes.graph passes.ops passes.runtime"
     ),
     "fxamp.trust.ranges": (
-        ".calibration .convert .observe .trust.census .trust.error passes._torch passes.contract passes.graph "
-        "passes.ops"
+        "._torch .calibration .convert .observe .trust.census .trust.error passes._torch passes.contract "
+        "passes.graph passes.ops"
     ),
     "fxamp.trust.choice": ".convert .measure .observe .trust.error passes.contract passes.graph",
-    "fxamp.train.ranks": ".view passes._torch passes.contract",
+    "fxamp.train.ranks": "._torch .view passes.contract",
     "fxamp.train": (
-        ".capture .measure .observe .train.ranks .trust.census .trust.ranges .view passes._torch passes.contract "
-        "passes.graph"
+        "._torch .capture .errors .measure .observe .train.ranks .trust.census .trust.ranges .view passes._torch "
+        "passes.contract passes.graph"
     ),
-    "fxamp.report.record": ".observe passes._torch passes.contract passes.graph passes.ops passes.runtime",
+    "fxamp.report.record": "._torch .observe passes._torch passes.contract passes.graph passes.ops passes.runtime",
     "fxamp.report.forms": ".harmless .report.record passes.contract",
     "fxamp.report.page": ".harmless .report.record passes.contract",
     "fxamp.report": (
@@ -79,8 +83,8 @@ ARROWS = {
     ),
     "fxamp.report.diff": ".harmless .report .report.record passes._torch passes.contract passes.graph passes.ops",
     "fxamp.report.gate": (
-        ".capture .convert .harmless .measure .measure.fake_cuda .report .report.diff .report.record .target .train "
-        ".trust.census passes.contract passes.ops"
+        ".capture .convert .errors .harmless .measure .measure.fake_cuda .report .report.diff .report.record "
+        ".target .train .trust.census passes.contract passes.ops"
     ),
     "fxamp.pytest_plugin": ".report.gate",
     "fxamp.demo": ".convert .measure .report .report.gate .train .trust.census passes.contract",
@@ -88,8 +92,8 @@ ARROWS = {
     "fxamp.lightning": ".integrations",
     "fxamp.huggingface": ".integrations",
     "fxamp.cli": (
-        ".convert .demo .harmless .report .report.diff .report.gate .target .trust.census .trust.choice .trust.error "
-        "passes passes.contract passes.ops"
+        ".convert .demo .errors .harmless .report .report.diff .report.gate .target .trust.census .trust.choice "
+        ".trust.error passes passes.contract passes.ops"
     ),
     "fxamp.__main__": ".cli",
 }

@@ -114,7 +114,12 @@ NAMED_TUPLES = {"_asdict", "_fields", "_replace"}
 def test_private_names_of_torch_stand_in_one_file() -> None:
     harness = ROOT / "fxamp" / "measure" / "fake_cuda"  # stands in for a device, in a process of its own
     dynamos = ROOT / "fxamp" / "capture" / "frames.py"  # what Dynamo answers for each frame
-    owners = {ROOT / "passes" / "_torch.py", ROOT / "fxamp" / "measure" / "inductor.py", dynamos}
+    owners = {
+        ROOT / "passes" / "_torch.py",
+        ROOT / "fxamp" / "_torch.py",
+        ROOT / "fxamp" / "measure" / "inductor.py",
+        dynamos,
+    }
     others, own = {path for path in {*PASSES, *FXAMP} - owners if harness not in path.parents}, ours() | NAMED_TUPLES
     found = {path.relative_to(ROOT).as_posix(): private_names(nodes(path), own) for path in others}
     assert {path: names for path, names in found.items() if names} == {}

@@ -14,14 +14,15 @@ import torch
 from torch.fx import GraphModule
 
 from fxamp.capture.capture_jit import attribute_of
-from passes import NAMES, ByteCosts, Pipeline, Printed, Timed, watched
+from fxamp.cli.printed import Printed
+from passes import NAMES, ByteCosts, Pipeline, watched
 from passes.assign.assign_precision import AssignPrecision
 from passes.contract.errors import PolicyError, VerificationError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy, Target
 from passes.form import Ensures, Unit
-from passes.pipeline import _run
-from passes.watch import Watcher
+from passes.pipeline import Watcher, _run
+from reports.scaling import Timed
 from tests.support.graphs import compile_plain, parse
 
 POLICY = Policy("O1", dtype="bf16", device="cpu")

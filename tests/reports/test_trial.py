@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 import fxamp
+from fxamp.errors import NotFaithfulError
 from passes._torch import pytree
-from passes.contract.errors import NotFaithfulError
 from passes.contract.reasons import DEVIATIONS
 from reports import libraries, op_coverage, programs
 from reports.trial import judge, samples

@@ -9,8 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from passes.contract.errors import FxampError, MeasureError, in_short
+from passes.contract.errors import FxampError
 
+from ...errors import MeasureError, in_short
 from ...target import load_callable
 from . import device
 from .model import build, moved

@@ -20,8 +20,7 @@ from typing import Any
 import msgspec
 import torch
 
-from passes.contract.errors import MeasureError
-
+from ...errors import MeasureError
 from . import library
 from .breakdown import Breakdown
 

@@ -18,7 +18,8 @@ from torch import library as operators
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from passes._torch import pytree
-from passes.contract.errors import MeasureError
+
+from ...errors import MeasureError
 
 CAPABILITY = (9, 0)
 MEMORY = 80 << 30

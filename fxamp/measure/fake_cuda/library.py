@@ -14,7 +14,7 @@ import torch
 from filelock import FileLock
 from platformdirs import user_cache_path
 
-from passes.contract.errors import MeasureError
+from ...errors import MeasureError
 
 SOURCE = Path(__file__).with_name("device.cpp")
 _WITHOUT = "kernels for a GPU that is not there cannot be counted here"

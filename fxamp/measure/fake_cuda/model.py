@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from passes._torch import pytree
-from passes.contract.errors import FxampError, MeasureError
+from passes.contract.errors import FxampError
 
 from ...capture.inputs import Inputs, as_inputs
+from ...errors import MeasureError
 from ...target import call_target, load_callable
 from .tally import FakeGpu
 

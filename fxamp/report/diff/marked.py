@@ -197,14 +197,14 @@ def _computes(unit: _Unit) -> bool:
 
 def _is_silent(label: str) -> bool:
     """Say whether a node has no floating dtype, or is one that capture may keep or leave out."""
-    return label in (*_NO_CALLS, "contiguous") or row_named(label).asks in ("shape", "dtype")
+    return label in (*_NO_CALLS, "contiguous") or row_named(label).asks in ("shape", "attribute", "dtype", "asserts")
 
 
 def _sizes(graph: Graph) -> set[Node]:
     """Return the nodes that are computed only from sizes."""
     found = set[Node]()
     for node in graph.nodes:
-        read, asks = node.all_input_nodes, row_named(_label(node)).asks == "shape"
+        read, asks = node.all_input_nodes, row_named(_label(node)).asks in ("shape", "attribute")
         if node.op.startswith("call") and (asks or (read and found.issuperset(read))):
             found.add(node)
     return found

@@ -12,11 +12,11 @@ from typing import Any
 from torch import nn
 from torch.optim import AdamW
 
-from passes.contract.errors import MeasureError
 from passes.contract.policy import Policy
 
 from ...capture.inputs import as_inputs
 from ...convert import convert, converted_in
+from ...errors import MeasureError
 from ...measure.fake_cuda.count import count
 from ...measure.inductor import Counts
 from ...target import load_target

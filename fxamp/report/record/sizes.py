@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils.flop_counter import FlopCounterMode
 
-from passes._torch import FakeTensorMode, pytree, quiet_fakes, storage_id
+from passes._torch import FakeTensorMode, pytree, quiet_fakes
 from passes.contract.errors import FxampError
 from passes.contract.policy import dtype_name
 from passes.graph.notes import is_ours
 from passes.graph.values import no_autocast
 
+from ..._torch import storage_id
 from ...observe.snapshot import same_random_state
 from ...observe.tensors import held, kept
 

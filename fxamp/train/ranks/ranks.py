@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from passes._torch import communication_hook
+from ..._torch import communication_hook
 
 _BUCKET = 25 * 2**20  # bytes that are exchanged together, as DistributedDataParallel does by default
 

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from passes._torch import communication_hook, communication_states, gathering, store_of_ranks
 from passes.contract.errors import PolicyError
 
+from ..._torch import communication_hook, communication_states, gathering, store_of_ranks
 from ...view.view import is_view
 from .ranks import Ranks, is_sharded
 

@@ -14,9 +14,9 @@ from typing import Any, Literal
 from tabulate import tabulate
 from torch import nn
 
-from passes._torch import compiled_call, original_of
 from passes.contract.errors import PolicyError, VerificationError
 
+from ..._torch import compiled_call, original_of
 from ...capture.compiled import runner_of
 from ...convert import converted_in
 from ...harmless import as_text

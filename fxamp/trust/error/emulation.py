@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node, map_arg
 
-from passes._torch import pytree, safe_softmax
+from passes._torch import pytree
 from passes.graph.aliases import Aliases
 from passes.graph.bodies import Body
 from passes.graph.notes import READ_OUTPUT, is_inserted, is_ours, note_of
@@ -31,6 +31,7 @@ from passes.ops.rules import row_of
 from passes.runtime.casts import again, cast_floating, cast_weight
 from passes.runtime.regions import under_autocast
 
+from ..._torch import safe_softmax
 from ...observe.watch import readers
 from ...observe.workload import floats
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from passes._torch import pytree
-from passes.contract.errors import CaptureError, PolicyError, in_short
+from passes.contract.errors import CaptureError, PolicyError
 from passes.contract.policy import Policy
 from passes.graph.values import no_autocast
 
@@ -22,6 +22,7 @@ from ...capture.compiled import runner_of
 from ...capture.emitted import record_on
 from ...capture.inputs import device_of, resolve
 from ...convert import convert, converted_in
+from ...errors import in_short
 from ...measure.counts import step_counts
 from ...observe.tensors import dense
 from ...observe.watch import run_instead

@@ -1,7 +1,7 @@
 """`fxamp.tune`: the plan that casts the fewest bytes within a budget of error, by minimum cut, and measured.
 
 errors of roundings, to first order        `Derivatives`: how much each moves the loss and the gradients
-lambda * error beside the bytes of casts   `passes.Penalties`;          the compiler's cut decides
+lambda * error beside the bytes of casts   `measure.Penalties`;         the compiler's cut decides
 lambda                                     by bisection, until the predicted error is within the budget
 the certificate                            the measured error of what was found, on the batches that were given
 """
@@ -16,14 +16,15 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from passes import ByteCosts, Penalties
-from passes.contract.errors import PolicyError, in_short
-from passes.contract.levels import Level
+from passes import ByteCosts
+from passes.contract.errors import PolicyError
 from passes.contract.plan import CERTIFICATE, Plan
-from passes.contract.policy import Policy
+from passes.contract.policy import Level, Policy
 
 from ...capture.compiled import runner_of
 from ...convert import plan_of
+from ...errors import in_short
+from ...measure.costs import Penalties
 from ...observe.workload import Loss, given_step
 from .derivatives import Derivatives, keys_of
 from .report import Errors

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from passes._torch import OpOverload, TorchDispatchMode, own_schema, pytree
+from passes._torch import OpOverload, own_schema, pytree
+
+from ..._torch import TorchDispatchMode
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 
-from passes._torch import OpOverload, current_autograd_node, own_schema, pytree, storage_id
+from passes._torch import OpOverload, own_schema, pytree
 from passes.contract.errors import PolicyError
 from passes.contract.plan import Decision
 from passes.contract.policy import Policy, dtype_name
@@ -33,6 +33,7 @@ from passes.graph.bodies import Body
 from passes.graph.notes import is_inserted
 from passes.graph.values import LOW_DTYPES, no_autocast
 
+from ..._torch import current_autograd_node, storage_id
 from ...convert import converted_in
 from ...observe.tensors import dense
 from ...observe.watch import Place, Ran, Watch, floats_in, gives_view

@@ -1,16 +1,20 @@
 """One forward run over a graph: the dtype of every node, the casts of its operands, and the dtypes of its results.
 
-What decides, and in which order, is the strategy's: autocast's or a policy's (`strategies.py`).
+What decides, and in which order, is the strategy's: autocast's or a policy's (`decide.py`).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.fx import Node
+from torch import Tensor
+from torch.fx import Graph, Node
 
-from ...contract.reasons import ByBody, Code
+from ...contract.policy import Policy, Target
+from ...contract.reasons import BODY, Code, Reason
 from ...form import Choice
 from ...graph.aliases import Aliases, is_opaque
 from ...graph.bodies import Body, Border
@@ -19,20 +23,99 @@ from ...graph.values import (
     ELIGIBLE,
     LOW_DTYPES,
     Dtypes,
+    Inference,
     ValueDtype,
     first_float,
     is_floating,
+    keys,
     module_types,
     original_dtypes,
 )
 from ...ops import ops
-from ...ops.rules import row_of
-from .decide import decide, site_of
-from .state import State
+from ...ops.rules import Rule, row_of
+from .extremes import Extremes
+
+if TYPE_CHECKING:
+    from .decide import AutocastRules
+
+# The modules that each call was made in, as `values.module_types` gives them.
+Stacks = Mapping[Node, Sequence[tuple[str, tuple[str, ...]]]]
 
 
-class Simulation(State):
-    """A run over one graph, node by node, and its results."""
+@dataclass(frozen=True)
+class Site:
+    """A call to decide on, and the row of its op.
+
+    Attributes:
+        kind: the kind by which it is coloured: at first that of the row on the device.
+        floats: its floating operands, and those of unknown dtype.
+        low: the low dtype here; an autocast region in the model's code may choose another one.
+    """
+
+    node: Node
+    row: Rule
+    kind: str
+    floats: tuple[ops.Operand, ...]
+    low: Any
+
+    def of_kind(self, kind: str) -> Site:
+        """Return the same call with another kind."""
+        return replace(self, kind=kind)
+
+    def says(self, why: Reason, *, final: bool = False) -> Reason:
+        """Return a reason with the kind of the call, unless it is another decider's."""
+        return replace(why, kind=why.kind or self.kind, final=final or why.final)
+
+
+class Simulation:
+    """A run over one graph, node by node: its inputs, and what earlier nodes established, which deciders read.
+
+    Attributes:
+        rules: the strategy that decides: autocast's, or the policy's.
+        policy: what the user asks for; the default one for autocast.
+        stacks: the modules that each node was made in.
+        named: the key of each node, if the policy may name nodes by it.
+        border: the dtypes at the edges of the graph.
+        pinned: representatives of alias sets that must stay FP32; they are kept from one run to the next.
+        colours: the decisions so far.
+        dtypes: the dtype of every value; the original one for values that the run has not reached.
+        reference: the run that did what autocast does, if there was one.
+        bodies: the runs through the bodies of higher-order ops.
+        upcast: values that the user has upcast, and results of ops that only move them.
+        extremes: values that the low dtype cannot hold.
+        elsewhere: values on another kind of device than the policy's, of which autocast casts none.
+        lacking: whether calls of this graph lack a low kernel; not shared, so that no plan depends on another.
+    """
+
+    def __init__(
+        self, rules: AutocastRules, policy: Policy, target: Target, graph: Graph, original: Dtypes, infer: Inference,
+        aliases: Aliases, *, stacks: Stacks | None = None, border: Border | None = None,
+        reference: Simulation | None = None,
+    ) -> None:  # fmt: skip
+        self.policy, self.graph, self.original, self.infer, self.aliases = policy, graph, original, infer, aliases
+        self.rules, self.stacks, self.border, self.target = rules, stacks or {}, border or Border(), target
+        self.device, self.low = target
+        self.named = keys(graph.nodes) if policy.ops else {}
+        devices = {n: v.device.type for n in graph.nodes if isinstance(v := n.meta.get("val"), Tensor)}
+        here = any(device == self.device and not n.op.startswith("call") for n, device in devices.items())
+        self.elsewhere = {n for n, device in devices.items() if here and device != self.device}  # none if planned ahead
+        self.lacking: dict[Any, bool] = {}
+        self.pinned: set[Node] = set()
+        self.islands: frozenset[Node] = frozenset()
+        self.reference = reference
+        self.restart()
+
+    def restart(self) -> None:
+        """Reset everything except the pinned alias sets."""
+        self.colours: dict[Node, Choice] = {}
+        self.dtypes: Dtypes = {**self.original, **self.border.inputs}
+        self.upcast: set[Node] = set()
+        self.bodies: dict[Node, Simulation] = {}
+        self.extremes = Extremes(self.low)
+
+    def under_autocast(self, node: Node) -> ValueDtype:
+        """Return the dtypes that autocast gives a value; None if that is not known."""
+        return None if self.reference is None else self.reference.dtypes.get(node)
 
     def run(self) -> None:
         """Colour all nodes, in order."""
@@ -90,18 +173,16 @@ class Simulation(State):
         self.rules.settle(inside)
         self.bodies[node] = inside
         self.dtypes[node] = self.original[node] if pinned else body.dtypes(inside.dtypes)
-        why = Code.BODY("its body is rewritten, for the dtypes of its operands")
-        why = Code.MUTATED(Code.MUTATED.meaning) if pinned else why
-        dtype = first_float(self.dtypes[node]) or torch.float32
-        self.colours[node] = Choice(dtype, ByBody(why.code, why.detail))
+        why = Reason(Code.BODY, "its body is rewritten, for the dtypes of its operands", BODY)
+        why = why.because(Code.MUTATED(Code.MUTATED.meaning)) if pinned else why
+        self.colours[node] = Choice(first_float(self.dtypes[node]) or torch.float32, why)
 
     def _visit(self, node: Node, floats: list[ops.Operand]) -> None:
         """Decide on one node, and infer the dtypes of its results."""
-        site = site_of(self, node, ops.name(node), floats)
-        choice = decide(self, site)
-        if choice is None:
+        chosen = self.rules.choose(self, node, floats)
+        if chosen is None:
             return
-        choice, results = self.rules.fit(self, site, choice)
+        choice, results = chosen
         causes = tuple(o.node for o in floats if o.node in self.colours)
         self.colours[node] = replace(choice, reason=replace(choice.reason, causes=causes))
         self.dtypes[node] = results

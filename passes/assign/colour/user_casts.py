@@ -45,8 +45,8 @@ class Intent:
 def observed(graph: Graph) -> Iterator[Node]:
     """Yield the values whose bits or element size the program sees: viewed, measured, or filled at random."""
     for node in graph.nodes:
-        name, row, value = ops.name(node), row_of(node), node.args[0] if node.args else None
-        if name == "view":
+        row, value = row_of(node), node.args[0] if node.args else None
+        if row.shows_bits == "dtype":
             seen = any(isinstance(a, torch.dtype) for a in (*node.args[1:], *node.kwargs.values()))
         elif dtype_owner(node) is not None:  # for anything but making a value of that dtype
             seen = any(
@@ -56,7 +56,7 @@ def observed(graph: Graph) -> Iterator[Node]:
         else:
             # A random fill may draw other numbers for another dtype, instead of rounding the same ones.
             redraws = row.redraws == "always" or (row.redraws != "" and torch.__version__ < row.redraws)
-            seen = name == "element_size" or (name.endswith("_") and redraws)
+            seen = row.shows_bits == "always" or (ops.name(node).endswith("_") and redraws)
         if seen and isinstance(value, Node):
             yield value
 

@@ -10,7 +10,8 @@ ROWS = (
         of("reshape contiguous flatten unflatten chunk", commutes="both", may_alias="first", view=True),
         of("view_as", out="first", commutes="both", may_alias="first", view=True),
         of("reshape_as", out="first", commutes="both", may_alias="first"),
-        of("""view permute t squeeze unsqueeze transpose select unbind numpy_T mT movedim slice narrow split
+        of("view", commutes="both", may_alias="first", shows_bits="dtype"),
+        of("""permute t squeeze unsqueeze transpose select unbind numpy_T mT movedim slice narrow split
             split_with_sizes unsafe_split unsafe_split_with_sizes unsafe_chunk tensor_split hsplit vsplit dsplit
             diagonal ravel detach alias channel_shuffle""", commutes="both", may_alias="first"),
         of("""diag diag_embed diagflat linalg_diagonal clone roll flip fliplr flipud rot90 tril triu pixel_shuffle

@@ -21,7 +21,7 @@ ROWS = (
         of("item", out=""),
         "_local_scalar_dense _assert_async sym_constrain_range_for_size",
         of("is_nonzero", out="bool"),
-        of("_assert_tensor_metadata", out="", asks="dtype"),
+        of("_assert_tensor_metadata", out="", asks="asserts"),
         of("histogram histogramdd", no_low="cpu"),
     ),
 )
@@ -29,9 +29,11 @@ ROWS = (
 QUERIES = (
     *group(KEEP, "reads a shape, a dtype or other metadata, and no values",
         of("getitem", asks="item", may_alias="first", commutes="both"),
-        of("""getattr size stride dim numel is_contiguous sym_size sym_stride sym_numel
-            sym_storage_offset""", asks="shape", out=""),
-        of("is_floating_point is_complex element_size result_type", asks="dtype", out=""),
+        of("getattr", asks="attribute", out=""),
+        of("size stride dim numel is_contiguous", asks="shape", out=""),
+        of("sym_size sym_stride sym_numel sym_storage_offset", asks="shape", out=""),
+        of("is_floating_point is_complex result_type", asks="dtype", out=""),
+        of("element_size", asks="dtype", out="", shows_bits="always"),
     ),
     *group(KEEP, "chooses kernels of attention for a region of the program",
         "torch.nn.attention._backend_from_string torch.nn.attention._sdpa_kernel",
@@ -39,9 +41,10 @@ QUERIES = (
     ),
     *group(KEEP, "gives Python a value, or writes into a tensor",
         "storage_offset get_device data_ptr tolist _assert_scalar",
-        of("setitem", same_dtype=True),  # index_put, where an index is a tensor
+        of("setitem", same_dtype=True, in_place=True),  # index_put, where an index is a tensor
         out="",
     ),
+    *group(KEEP, "takes over the storage of another tensor", "set", may_alias="all"),
 )
 # Higher-order ops.
 HIGHER_ORDER = (

@@ -25,7 +25,7 @@ ROWS = (
         Kinds(COMPOSITE, cpu=FP32),
         "loss; on CUDA it calls log_softmax in the dtype of its logits, then nll_loss in FP32",
         "cross_entropy_loss",
-        sensitive="range", loss=True, same_dtype=True,
+        sensitive="range", loss=True, splits=True, same_dtype=True,
     ),
     *group(
         Kinds(BANNED, cpu=FP32),

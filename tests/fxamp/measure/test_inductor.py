@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from fxamp._torch import kept_by_compiled
 from fxamp.measure.inductor import Counts, Graph, recorded, recorded_since, recording
-from passes._torch import kept_by_compiled
 from reports.compiled_step import peak_of
 from tests.support.front_ends import FRESH
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from fxamp.measure import cost_cache, timing
+from fxamp.measure.costs import Call, Filler
 from fxamp.measure.timing import ENOUGH, SWEEPS, OpTimer
-from passes.contract.costs import Call, Filler
 
 X = Filler((2, 3), (3, 1), torch.float32, True)
 

@@ -16,10 +16,10 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxamp
+from fxamp.errors import ScaleCollapseError
 from fxamp.train import update
 from fxamp.train.result import to_host
 from fxamp.train.step import TrainStep
-from passes.contract.errors import ScaleCollapseError
 from tests.support.helpers import in_turns
 from tests.support.small import loss_of as loss_times
 from tests.support.training import Reads

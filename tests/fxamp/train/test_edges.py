@@ -17,8 +17,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.optim.swa_utils import AveragedModel
 
 import fxamp
+from fxamp.errors import ScaleCollapseError
 from fxamp.train.step import TrainStep
-from passes.contract.errors import PolicyError, ScaleCollapseError
+from passes.contract.errors import PolicyError
 from tests.support.helpers import Layers
 from tests.support.training import BF16, FP16, Net, X, converted, equal, loss_times, sgd, state
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import fxamp
-from passes.contract.errors import PolicyError, ScaleCollapseError
+from fxamp.errors import ScaleCollapseError
+from passes.contract.errors import PolicyError
 from tests.support.helpers import matrix
 
 FP16 = "O1,dtype=fp16"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 import fxamp
+from fxamp.errors import ScaleCollapseError
 from fxamp.train.step import TrainStep
-from passes.contract.errors import ScaleCollapseError
 from tests.support.training import X, converted, equal, loss_times, sgd, state
 
 

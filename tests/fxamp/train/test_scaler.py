@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 
+from fxamp.errors import ScaleCollapseError
 from fxamp.train.scaler import LossScaler
-from passes.contract.errors import FxampError, PolicyError, ScaleCollapseError
+from passes.contract.errors import FxampError, PolicyError
 from tests.support.helpers import saved
 from tests.support.training import Reads
 

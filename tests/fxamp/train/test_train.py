@@ -14,10 +14,11 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 
 import fxamp
+from fxamp.errors import NotAModuleError, ScaleCollapseError
 from fxamp.train.result import StepResult
 from fxamp.train.scaler import LossScaler
 from fxamp.train.step import TrainStep
-from passes.contract.errors import NotAModuleError, PolicyError, ScaleCollapseError
+from passes.contract.errors import PolicyError
 from tests.support.small import loss_of as loss_times
 from tests.support.small import weights_of as weights
 

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import fxamp
-from passes.contract.errors import CaptureError, NotAModuleError, PolicyError
+from fxamp.errors import NotAModuleError
+from passes.contract.errors import CaptureError, PolicyError
 from passes.graph.notes import is_inserted
 from reports.zoo import BY_NAME
 from tests.support.exported import program_of
@@ -225,7 +226,7 @@ def test_what_inductor_stores_beside_the_value_of_a_node_is_no_difference() -> N
 
 
 def test_what_inductor_compiles_otherwise_than_planned_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from passes._torch import inner_backend as own
+    from fxamp._torch import inner_backend as own
 
     def wrong(*settings: Any) -> Any:
         def compile(graph: Any, inputs: Any) -> Any:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import fxamp
+from fxamp.errors import NotAModuleError
 from fxamp.observe.workload import given_step
-from passes.contract.errors import CaptureError, NotAModuleError, PolicyError
+from passes.contract.errors import CaptureError, PolicyError
 from tests.support.helpers import Layers
 
 X, Y = torch.randn(6, 8), torch.tensor([0, 1, 2, 3, 0, 1])

@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import fxamp
-from passes._torch import TorchDispatchMode, TorchFunctionMode
+from fxamp._torch import TorchDispatchMode
+from passes._torch import TorchFunctionMode
 from tests.support.front_ends import FRESH
 from tests.support.helpers import Layers, in_turns
 

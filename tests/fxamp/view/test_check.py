@@ -16,8 +16,8 @@ from torch.fx import Graph
 from torch.utils.checkpoint import checkpoint
 
 import fxamp
+from fxamp._torch import TorchDispatchMode
 from fxamp.view import function
-from passes._torch import TorchDispatchMode
 from tests.support.front_ends import FRESH, under_autocast
 from tests.support.helpers import Two, assert_same, assert_untouched, example, fingerprint, in_turns
 

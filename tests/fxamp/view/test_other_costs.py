@@ -10,9 +10,10 @@ from torch import nn
 
 import fxamp
 from fxamp.capture import described
+from fxamp.measure.costs import Penalties
 from fxamp.view.graphs import plan_of
 from fxamp.view.view import runner_of
-from passes import ByteCosts, Penalties, compile_graph
+from passes import ByteCosts, compile_graph
 from passes.contract.costs import CostModel
 
 X = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxamp
-from passes._torch import dynamo_errors
+from fxamp._torch import dynamo_errors
 from tests.support.front_ends import BF16, F32, FP16, FRESH
 from tests.support.helpers import Two, example
 

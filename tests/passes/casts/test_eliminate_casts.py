@@ -15,8 +15,7 @@ from torch.fx import GraphModule
 from fxamp.measure.counts import step_counts
 from passes.casts.eliminate_casts import EliminateCasts
 from passes.graph.bodies import origins_of
-from passes.graph.notes import is_inserted
-from passes.legalize.origins import note_origins
+from passes.graph.notes import is_inserted, note_origins
 from tests.support.exported import graph_of, plan_of
 from tests.support.graphs import as_it_stands, assert_rewrites, assert_unchanged, parse, random_inputs, render, unit_of
 from tests.support.helpers import Two, example, in_turns

@@ -294,7 +294,7 @@ torch.fx.wrap("touch")
 def test_a_compiler_that_forgets_that_unknown_functions_may_write_is_found_out() -> None:
     traced_of(Two(touched), example(), "O1,dtype=bf16")
     with (
-        mock.patch("passes.assign.colour.strategies.may_write", mutated_operands),
+        mock.patch("passes.assign.colour.decide.may_write", mutated_operands),
         pytest.raises(VerificationError, match="law: written copy"),
     ):
         traced_of(Two(touched), example(), "O1,dtype=bf16")

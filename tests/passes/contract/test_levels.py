@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from passes.contract.levels import LEVELS, Level
-from passes.contract.policy import Policy
+from passes.contract.policy import LEVELS, Level, Policy
 
 
 def test_each_level_says_what_it_does() -> None:

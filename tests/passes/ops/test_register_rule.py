@@ -34,11 +34,11 @@ def test_a_registered_rule_is_looked_up_and_listed(registry: dict[str, Rule]) ->
 @pytest.mark.parametrize(
     ("op", "kind", "facts", "says"),
     [
-        ("my::op", "lo", {}, "did you mean 'low'"),
+        ("my::op", "lo", {}, "the nearest name is 'low'"),
         ("my::op", "composite", {}, "is not a kind"),
-        ("my::op", "low", {"cuda": "fp23"}, "did you mean 'fp32'"),
-        ("my::op", "low", {"sensitve": "range"}, "did you mean 'sensitive'"),
-        ("my::op", "low", {"sensitive": "ranges"}, "did you mean 'range'"),
+        ("my::op", "low", {"cuda": "fp23"}, "the nearest name is 'fp32'"),
+        ("my::op", "low", {"sensitve": "range"}, "the nearest name is 'sensitive'"),
+        ("my::op", "low", {"sensitive": "ranges"}, "the nearest name is 'range'"),
         ("my::op", "low", {"uncast": "weight"}, "takes a tuple"),
         ("my::op", "low", {"same_dtype": 1}, "takes a bool"),
         ("softmax", "low", {}, "Policy"),

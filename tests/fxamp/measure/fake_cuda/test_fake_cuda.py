@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import nn
 
+from fxamp.errors import MeasureError
 from fxamp.measure.fake_cuda import device, library, model, tally
 from fxamp.measure.fake_cuda.breakdown import Breakdown
 from fxamp.measure.fake_cuda.count import count
-from passes.contract.errors import FxampError, MeasureError
+from passes.contract.errors import FxampError
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of a module that torch imports
 REPORTS = Path(__file__).parents[4] / "reports"

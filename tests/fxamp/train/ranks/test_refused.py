@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fxamp
-from passes._torch import store_of_ranks
+from fxamp._torch import store_of_ranks
 from tests.support.small import BF16, FP16, X, blocks, converted, step_of
 from tests.support.workers import Workers, refused
 

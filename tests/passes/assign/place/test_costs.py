@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.fx import Node
 
-from passes import ByteCosts, Frequencies, MeasuredCosts, Penalties
-from passes.assign.place.costs import PARTS, ROUND_TRIPS, round_trips
-from passes.contract.costs import Call, Candidate, CostModel, Filler, Net, Prices, Read, Run
+from fxamp.measure.costs import PARTS, ROUND_TRIPS, Call, Filler, Frequencies, MeasuredCosts, Penalties, round_trips
+from passes import ByteCosts
+from passes.contract.costs import Candidate, CostModel, Net, Prices, Read, Run
 from passes.contract.devices import DEVICES
 from passes.contract.errors import PolicyError
 from passes.contract.plan import Plan

@@ -30,9 +30,9 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from passes.assign.place import choose_storage as placing
+from passes.assign.place.choose_storage import Uses, _returned
 from passes.assign.place.costs import ByteCosts
 from passes.assign.place.cut import Problem, Variable, solve
-from passes.assign.place.problem import Uses, _returned
 from passes.contract.costs import Run
 from passes.contract.policy import Policy
 from passes.graph.grad import requires_grad
@@ -134,7 +134,7 @@ def posed(gm: GraphModule, policy: Policy) -> Found | None:
         sides.append((_names(nodes), _names(painted(uses))))
         return nodes
 
-    with mock.patch.object(placing, "solve", noted), mock.patch("passes.assign.place.problem._returned", kept):
+    with mock.patch.object(placing, "solve", noted), mock.patch("passes.assign.place.choose_storage._returned", kept):
         emit(gm, policy)
     return found[0] if found else None
 

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxamp
+from fxamp.measure.costs import Penalties
 from fxamp.view.view import runner_of
-from passes import ByteCosts, Penalties
+from passes import ByteCosts
 from passes.assign.place import choose_storage as placing
 from passes.contract.errors import VerificationError
 from passes.graph.notes import is_inserted, note

@@ -15,8 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import fakes_by, own_schema
-from ..ops.rules import RULES
+from passes._torch import own_schema
+from passes.graph.values import first_step
+from passes.ops.rules import RULES
+
+from .._torch import fakes_by
 
 # Of a sequence in one tensor, with weights that are tensors: those of a quantized layer are objects.
 _OVERLOADS = tuple(
@@ -25,11 +28,6 @@ _OVERLOADS = tuple(
     if row.recurrent
     and str(own_schema(overload := getattr(torch.ops.aten, name).input).arguments[2].type) == "List[Tensor]"
 )
-
-
-def first_step(x: Tensor, batch_first: bool) -> Tensor:
-    """Return the first time step of an input, [1, batch, features] of [steps, batch, features], or without a batch."""
-    return x.narrow(1 if batch_first and x.dim() == 3 else 0, 0, 1)
 
 
 def fakes_of_one_step() -> contextlib.AbstractContextManager[None]:

@@ -15,7 +15,7 @@ from passes.contract.errors import CaptureError
 from passes.contract.policy import Policy
 from passes.graph.bodies import all_graphs, bodies_of, origins_of
 from passes.graph.notes import note_of
-from passes.legalize.origins import note_origins
+from passes.pipeline import _note
 from tests.support.graphs import LAYER, parse
 
 O1 = Policy("O1", dtype=torch.bfloat16, device="cpu")
@@ -78,5 +78,5 @@ def test_to_ask_for_the_graphs_inside_a_graph_notes_nothing() -> None:
     gm, attribute = exported()
     (call,) = bodies_of(gm.graph, attribute)
     assert not note_of(call).pure
-    note_origins(gm.graph, attribute, origins_of(gm.graph, attribute))
+    _note(gm.graph, attribute, origins_of(gm.graph, attribute))
     assert note_of(call).pure

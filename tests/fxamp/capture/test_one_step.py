@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from passes._torch import FakeTensorMode, python_kernels, pytree
-from passes.graph.recurrence import fakes_of_one_step
+from fxamp._torch import python_kernels
+from fxamp.capture.one_step import fakes_of_one_step
+from passes._torch import FakeTensorMode, pytree
 from tests.support.fakes import counted_fakes
 
 LAYERS: dict[str, tuple[Any, dict[str, Any]]] = {
