@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from passes.ops.rules import register_rule as register_rule
     from passes.ops.rules import rules as rules
 
+    from .calibration import Calibration as Calibration
     from .capture.backend import Backend as Backend
     from .capture.backend import backend as backend
     from .convert import compile as compile
@@ -58,7 +59,6 @@ if TYPE_CHECKING:
     from .train.sharded_checkpoint import load_checkpoint as load_checkpoint
     from .train.sharded_checkpoint import save_checkpoint as save_checkpoint
     from .train.step import TrainStep as TrainStep
-    from .trust.calibration import Calibration as Calibration
     from .trust.census.census import Census as Census
     from .trust.census.census import census as census
     from .trust.choice.advise import Advice as Advice
@@ -83,6 +83,7 @@ _FOUND_IN = {
     "passes.contract.policy": ("Policy",),
     "passes.ops.rules": ("register_rule", "rules"),
     "fxamp.errors": ("NotAModuleError", "ScaleCollapseError"),
+    "fxamp.calibration": ("Calibration",),
     "fxamp.convert": ("compile", "convert", "graphs", "plan", "plan_of"),
     "fxamp.capture.backend": ("Backend", "backend"),
     "fxamp.report.diff.diff": ("GraphDiff", "diff"),
@@ -91,7 +92,6 @@ _FOUND_IN = {
     "fxamp.train.scaler": ("LossScaler",),
     "fxamp.train.sharded_checkpoint": ("load_checkpoint", "save_checkpoint"),
     "fxamp.train.step": ("TrainStep",),
-    "fxamp.trust.calibration": ("Calibration",),
     "fxamp.trust.census.census": ("Census", "census"),
     "fxamp.trust.choice.advise": ("Advice", "advise"),
     "fxamp.trust.choice.bisect": ("bisect",),

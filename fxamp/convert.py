@@ -17,6 +17,7 @@ from passes.contract.plan import Plan
 from passes.contract.policy import Policy
 
 from ._torch import original_of
+from .calibration import Calibration
 from .capture import compiled
 from .capture.backend import Inner, refuse_unmatched, require_inner, split
 from .capture.emitted import record_on
@@ -25,11 +26,10 @@ from .capture.inputs import Inputs, as_inputs, resolve
 from .capture.parameters import only_read
 from .errors import NotAModuleError
 from .measure.fastest import fastest_plan, measured_costs
-from .trust.calibration import Calibration
+from .view.capture import capture as capture_view
+from .view.capture import capture_states
 from .view.graphs import graphs_of
 from .view.graphs import plan_of as plan_of_view
-from .view.prime import capture as capture_view
-from .view.prime import capture_states
 from .view.view import is_view, make_view, runner_of
 
 logger = logging.getLogger(__name__)

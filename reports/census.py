@@ -40,9 +40,9 @@ sys.path.insert(0, str(HERE.parent))
 import fxamp  # noqa: E402  (the path comes first)
 from fxamp._torch import inner_backend  # noqa: E402
 from fxamp.measure.counts import step_counts  # noqa: E402
-from fxamp.report.record.build import named  # noqa: E402
-from fxamp.trust.given_step import loss_of, output_of  # noqa: E402
+from fxamp.observe.workload import loss_of, output_of  # noqa: E402
 from passes.graph.notes import is_inserted  # noqa: E402
+from passes.graph.values import node_names  # noqa: E402
 from passes.ops.rules import LOW, row_of  # noqa: E402
 from reports import architectures, libraries, zoo  # noqa: E402
 from reports.made import made, write  # noqa: E402
@@ -234,7 +234,7 @@ def _tampering(how: str, draw: _Draw) -> Iterator[list[str]]:
             node = None if changed else draw(next(numbers), *found(graph))
             if node is not None:
                 reader = _readers(node)[0] if how == "cast" else node
-                changed.append(named(graph.graph).get(reader, "(output)"))
+                changed.append(node_names(graph.graph).get(reader, "(output)"))
                 change(graph, node)
                 graph.graph.lint()
                 graph.recompile()

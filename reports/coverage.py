@@ -35,7 +35,7 @@ sys.path.insert(0, str(HERE.parent))
 
 import fxamp  # noqa: E402  (the path comes first)
 from fxamp.measure.counts import step_counts  # noqa: E402
-from fxamp.trust.given_step import floats  # noqa: E402
+from fxamp.observe.workload import floats  # noqa: E402
 from passes._torch import pytree  # noqa: E402
 from passes.contract.reasons import DEVIATIONS  # noqa: E402
 from reports import held_out  # noqa: E402

@@ -37,7 +37,8 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 import fxamp  # noqa: E402
-from fxamp.trust.calibration import ROOM  # noqa: E402
+from fxamp.calibration import ROOM  # noqa: E402
+from fxamp.observe.workload import floats, given_step  # noqa: E402
 from fxamp.trust.error.derivatives import Derivatives  # noqa: E402
 from fxamp.trust.error.emulation import Site  # noqa: E402
 from fxamp.trust.error.estimate import estimated  # noqa: E402
@@ -45,7 +46,6 @@ from fxamp.trust.error.report import ErrorReport, Tally, squared  # noqa: E402
 from fxamp.trust.error.rounding import rounded  # noqa: E402
 from fxamp.trust.error.runs import POLICIES, Subject  # noqa: E402
 from fxamp.trust.error.verify import measured  # noqa: E402
-from fxamp.trust.given_step import floats, given_step  # noqa: E402
 from reports.architectures import BY_NAME as ARCHITECTURES  # noqa: E402
 from reports.made import made, sentence  # noqa: E402
 from reports.plot import scatter  # noqa: E402

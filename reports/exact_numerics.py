@@ -42,7 +42,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 import fxamp  # noqa: E402  (the path comes first)
-from fxamp.trust.given_step import floats  # noqa: E402
+from fxamp.observe.workload import floats  # noqa: E402
 from passes.contract.reasons import Code  # noqa: E402
 from reports.architectures import ARCHITECTURES, BY_NAME  # noqa: E402
 from reports.baseline import UnderAutocast  # noqa: E402

@@ -44,8 +44,8 @@ sys.path.insert(0, str(HERE.parent))
 
 import fxamp  # noqa: E402  (the path comes first)
 from fxamp._torch import dynamo_errors  # noqa: E402
+from fxamp.observe.workload import floats  # noqa: E402
 from fxamp.train.describe import compiled_rows  # noqa: E402
-from fxamp.trust.given_step import floats  # noqa: E402
 from passes._torch import pytree  # noqa: E402
 from passes.contract.reasons import DEVIATIONS  # noqa: E402
 from passes.ops.facts import NAMES  # noqa: E402

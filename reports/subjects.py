@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fxamp
 from fxamp.measure.counts import StepCounts, step_counts
-from fxamp.trust.given_step import floats
+from fxamp.observe.workload import floats
 from passes._torch import pytree
 from reports.zoo import BY_NAME, Zoo
 

@@ -1,5 +1,5 @@
 """What Dynamo captures, described for the compiler; and graphs that the user brings.
 
-Imports the compiler, what leaves a model as it was, and, for torch's structured trace, the record of a report.
+Imports the compiler, and what is seen of a run.
 Views, `convert`, measuring, reports and the training step use it.
 """

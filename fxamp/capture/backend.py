@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,7 +35,7 @@ from passes.runtime.casts import CAST, again
 from passes.runtime.regions import recompute
 
 from .._torch import inner_backend, is_number_input, on_recompile_limit, trace_artifact
-from ..trust.watch import node_by_node
+from ..observe.watch import node_by_node
 from . import compiled, recompile_limit
 from .capture_jit import ambient_dtype, attribute_of, describe, is_attribute, is_held, is_returned, parameter_path
 from .described import Described
@@ -300,7 +299,7 @@ def rewrite(
             node.meta["example_value"] = node.meta["val"]
     gm.recompile()
     on_recompile_limit(recompile_limit.notice)
-    trace_artifact("fxamp_precision", functools.partial(_record_of, plan))
+    trace_artifact("fxamp_precision", plan.to_json)
     converted = compiled.converted_of(gm, plan, example_inputs, found, autocast=under)
     return replace(converted, read=read, described=described), outputs
 
@@ -309,13 +308,6 @@ def _origin_of_input(node: Node, value: Any) -> Origin:
     if is_attribute(node):
         return buffer_origin(value)
     return Origin(role="parameter" if isinstance(value, nn.Parameter) else "number" if is_number_input(node) else "")
-
-
-def _record_of(plan: Plan) -> str:
-    """Return the record of a plan as JSON; the code that writes it is loaded only when torch traces."""
-    from ..report.record.build import record_of
-
-    return record_of(plan).to_json()
 
 
 def _held_and_given(

@@ -5,6 +5,8 @@ Dynamo calls back for a frame that it has no code for. What it calls is wrapped 
     settings and limits         hold while a frame is compiled, so a call pays nothing for them
     an answer without code      this frame is left to Python: its place and the cause are kept, and each call that runs
                                 it is told
+    the code behind a break     begins with what the line of the break has given: a tensor that no graph has made is
+                                one that Python has computed there
     a frame in which a call finds no op     is compiled all the same; Dynamo would leave its code to Python for good
     the 256th graph of a code   is the last one: what needs another is left to Python
 
@@ -22,13 +24,14 @@ from types import CodeType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from passes._torch import pytree
 from passes.contract.errors import CaptureError
 
 from .._torch import OWN_CACHE, compile_records, dynamo_errors, dynamo_is_disabled, dynamo_settings
 from ..errors import in_short
-from .call import current
+from .call import Call, current
 from .one_step import fakes_of_one_step
 
 CEILING = 256  # graphs of one code, as torch has it for all uses of a code together
@@ -48,12 +51,19 @@ _IDLE = (
 )
 
 
+def forward_of(kind: type[nn.Module]) -> Any:
+    """Return `forward` of a class of modules; None where only an instance has it, as of what torch.jit made."""
+    return getattr(kind, "forward", None)
+
+
 class Frames:
     """A compiled function, and what became of the frames that its calls reached.
 
     Attributes:
         call: the function, compiled.
         refused: the codes that are left to Python, each with its place and the cause; "" for one that computes nothing.
+        outside: the codes behind breaks at which Python computes something, each with the place of the break.
+        news: what of `outside` no call has said yet.
     """
 
     def __init__(
@@ -61,6 +71,8 @@ class Frames:
         settings: Callable[[], dict[str, Any]], *, dynamic: bool | None = None, fullgraph: bool = False,
     ) -> None:  # fmt: skip
         self.refused: dict[CodeType, str] = {}
+        self.outside: dict[CodeType, str] = {}
+        self.news: list[str] = []
         self._code: Any = getattr(function, "__code__", None)
         self._model, self._settings, self._fullgraph = model, settings, fullgraph
         self._graphs: Counter[CodeType] = Counter()
@@ -75,6 +87,7 @@ class Frames:
         """Forget what became of frames: of those that were refused, by their texts, or of all."""
         if refused is None:
             self._graphs.clear()
+            self.outside.clear()
         self.refused = {
             code: text for code, text in self.refused.items() if refused is not None and text not in refused
         }
@@ -86,6 +99,8 @@ class Frames:
             return _left_to_python()
         if self._code is not None and code.co_name.startswith(f"{_RESUMED}{self._code.co_name}_at_"):
             return _left_to_python(with_all_inside=True, always=True)  # it returns what the model has returned
+        if call is not None and code.co_name.startswith(_RESUMED):
+            self._look_at_break(frame, call)
         if code not in self.refused:
             if self._graphs[code] < CEILING:
                 made = self._compiled(frame, entry, state)
@@ -99,6 +114,29 @@ class Frames:
             self._failing.discard(code)
             del self.refused[code]
         return _left_to_python(with_all_inside=self._graphs[code] >= CEILING)
+
+    def _look_at_break(self, frame: Any, call: Call) -> None:
+        """Note whether Python has computed something at the break that a frame follows, of which no graph knows.
+
+        Its code is known if it is a frame's, and named if Dynamo leaves that to Python. This is for what has no frame:
+        an op at which Dynamo breaks, a function that the author has kept from it, one in C.
+        """
+        code = frame.f_code
+        stack = [name for name in code.co_varnames[: code.co_argcount] if name.startswith("___stack")]
+        if not stack or call.refused or code in self.outside:
+            return
+        floats = [t for t in pytree.tree_leaves(frame.f_locals[stack[-1]]) if isinstance(t, Tensor) and _is_float(t)]
+        if not floats:
+            return
+        known: list[Any] = [*(made() for made in call.made), *pytree.tree_leaves((call.args, call.kwargs))]
+        known += [*call.model.parameters(), *call.model.buffers()]
+        storages = {_storage(t) for t in known if isinstance(t, Tensor)}
+        if all(_storage(t) in storages for t in floats):
+            return
+        name, _, line = code.co_name.removeprefix(_RESUMED).rpartition("_at_")
+        text = f"{name} ({code.co_filename}:{line}): what it calls there computes outside of graphs"
+        self.outside[code] = text
+        self.news.append(text)
 
     def _compiled(self, frame: Any, entry: Any, state: Any) -> Any:
         """Return Dynamo's answer for a frame, after noting what it says."""
@@ -146,7 +184,7 @@ class Frames:
             return _left_to_python()
 
     def _refuse(self, code: CodeType, cause: str) -> None:
-        author = getattr(type(self._model()).forward, "__code__", code) if code is self._code else code
+        author = getattr(forward_of(type(self._model())), "__code__", code) if code is self._code else code
         self.refused[code] = f"{_place(author)}: {cause}"
 
     def _can_compute(self, code: CodeType, reason: str | None, frame: Any) -> bool:
@@ -162,7 +200,7 @@ class Frames:
     def _forwards(self) -> frozenset[CodeType]:
         """The code of `forward` of the model's layers: of modules that hold parameters, or no other modules."""
         layers = (m for m in self._model().modules() if m._parameters or not m._modules)
-        codes = (getattr(type(layer).forward, "__code__", None) for layer in layers)
+        codes = (getattr(forward_of(type(layer)), "__code__", None) for layer in layers)
         return frozenset(code for code in codes if code is not None)
 
 
@@ -191,6 +229,19 @@ def _record(code: CodeType, what: str) -> str:
     if last is None or (last.co_name, last.co_firstlineno) != (code.co_name, code.co_firstlineno):
         return ""
     return str(getattr(last, what, None) or "").strip()
+
+
+def _is_float(value: Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
+
+
+def _storage(value: Tensor) -> int:
+    """Return what tells the storage of a tensor from all others; of one that has none, the tensor itself."""
+    try:
+        address: int = value.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):
+        return id(value)
+    return address
 
 
 def _is_of_data(reasons: str) -> bool:

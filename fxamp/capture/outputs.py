@@ -19,7 +19,7 @@ from passes._torch import pytree
 from passes.graph.notes import Origins
 from passes.graph.values import LOW_DTYPES
 
-from ..trust.tensors import held
+from ..observe.tensors import held
 
 logger = logging.getLogger(__name__)
 

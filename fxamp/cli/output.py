@@ -14,7 +14,7 @@ from typing import TextIO
 from passes.contract.errors import FxampError
 from passes.contract.plan_format import write_text
 
-from ..report.forms import harmless
+from .. import harmless
 
 DONE, FOUND, UNKNOWN = 0, 1, 2  # exit statuses
 PATIENCE = 2.0  # seconds

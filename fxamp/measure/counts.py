@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import TorchDispatchMode
-from ..trust.watch import casts_in
+from ..observe.watch import casts_in
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,10 @@ from passes.contract.reasons import Code
 from passes.graph.values import no_autocast
 
 from ..capture.inputs import Inputs, resolve
-from ..trust.preserved import fresh, preserved
+from ..observe.snapshot import fresh, preserved
+from ..view.capture import capture
+from ..view.check import twin_of
 from ..view.graphs import plan_of
-from ..view.prime import capture, twin_of
 from ..view.view import make_view, runner_of
 from .costs import MeasuredCosts
 from .counts import laps

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from passes._torch import pytree
 from passes.contract.devices import DEVICES
 
-from ..trust.preserved import same_random_state
+from ..observe.snapshot import same_random_state
 from . import cost_cache
 from .costs import Call, Filler
 

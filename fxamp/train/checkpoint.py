@@ -14,7 +14,7 @@ from passes.contract.errors import FxampError, PolicyError
 from passes.contract.plan import Plan
 
 from ..errors import in_short
-from ..trust.preserved import random_state, set_random_state
+from ..observe.snapshot import random_state, set_random_state
 from ..view.switch import switch_views
 from .scaler import Tally, require_scale
 from .state import TrainState

@@ -20,7 +20,7 @@ from torch import nn
 
 from passes.contract.policy import Policy
 
-from ..trust.given_step import GivenStep
+from ..observe.workload import GivenStep
 from ..trust.ranges.overflow import Overflow, overflow_of
 from .scaler import LossScaler
 from .state import TrainState

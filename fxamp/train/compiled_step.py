@@ -23,6 +23,7 @@ from passes.contract.errors import PolicyError
 from passes.graph.notes import is_inserted
 from passes.graph.values import LOW_DTYPES, dtypes_of, no_autocast
 
+from ..observe import workload
 from ..view.copies import Lifted, lift, with_copies
 from ..view.function import Entry
 from ..view.runner import Runner
@@ -62,6 +63,11 @@ def _loss_and_output(model: nn.Module, loss_fn: LossFunction | None, inputs: Any
     return loss, pytree.tree_map_only(Tensor, _kept, output)
 
 
+def _its_own_loss(output: Any) -> dict[str, Tensor]:
+    """Return what is left of a model's output where its loss alone is read: the rest is not cast, nor handed on."""
+    return {"loss": workload.loss_of(output, None, None)[0]}
+
+
 def _kept(value: Tensor) -> Tensor:
     """Return an output of the model without its gradient; in a graph this marks it."""
     return value.detach()
@@ -88,7 +94,7 @@ class CompiledStep:
         views = [m for m in model.modules() if is_view(m)]
         # The hooks by which FSDP2 gathers break graphs: there a view runs graphs of its own.
         self._runners = [runner_of(view) for view in views if not any(map(is_sharded, view.modules()))]
-        self._traced: dict[tuple[Runner, str], Callable[..., Any]] = {}
+        self._traced: dict[tuple[Runner, str, bool], Callable[..., Any]] = {}
         self._inlined: list[Runner] = []  # in the present call
         self._entries: list[Entry] = []  # the graphs of views that were captured here
 
@@ -124,7 +130,7 @@ class CompiledStep:
         """Return loss and output of a micro-batch, as `fxamp.train.window.loss_of` does; None for no output."""
         if self.settings.captures:
             torch.compiler.cudagraph_mark_step_begin()
-        with self._inlining(inputs):
+        with self._inlining(inputs, loss_fn):
             returned = self.loss(self._model, loss_fn, inputs, target)
         if self.output is None:
             return returned, None
@@ -132,7 +138,7 @@ class CompiledStep:
         return returned[0], returned[1]
 
     @contextlib.contextmanager
-    def _inlining(self, inputs: Any) -> Iterator[None]:
+    def _inlining(self, inputs: Any, loss_fn: LossFunction | None) -> Iterator[None]:
         """Let the views be traced into the graph, except those whose `forward` somebody has replaced."""
         for runner in self._runners:
             runner.settle((inputs,))
@@ -140,12 +146,17 @@ class CompiledStep:
         with contextlib.ExitStack() as stack:
             for runner in self._inlined:
                 stack.callback(setattr, runner, "override", None)
-                if (runner, runner.device) not in self._traced:
-                    self._traced[runner, runner.device] = traced(runner)
-                runner.override = self._traced[runner, runner.device]
+                key = runner, runner.device, loss_fn is None and self._reads_the_loss_alone(runner)
+                if key not in self._traced:
+                    self._traced[key] = traced(runner, _its_own_loss if key[2] else None)
+                runner.override = self._traced[key]
                 if torch.is_autocast_enabled(runner.device):
                     stack.enter_context(torch.autocast(runner.device, enabled=False))
             yield
+
+    def _reads_the_loss_alone(self, runner: Runner) -> bool:
+        """Say whether of a view the loss that it computes is all that is read: it is the model; hooks are inside."""
+        return self.output is None and is_view(self._model) and runner_of(self._model) is runner
 
     def _compile(self, gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """Convert the views in a graph, lift casts of weights out of it, and compile it."""

@@ -26,7 +26,7 @@ from torch.optim.swa_utils import AveragedModel
 from passes.contract.errors import FxampError, PolicyError
 
 from .._torch import original_of
-from ..trust.preserved import random_state
+from ..observe.snapshot import random_state
 from .checkpoint import allowed, beside, course_of, load_course, refuse_other_settings
 from .files import naming, refuse_objects
 from .shards import Shards

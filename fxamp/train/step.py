@@ -26,7 +26,7 @@ from passes.contract.plan_format import replacing
 from passes.contract.policy import Policy
 
 from ..errors import ScaleCollapseError
-from ..trust.given_step import require_loss
+from ..observe.workload import require_loss
 from ..view.switch import switch_views
 from . import checkpoint, given
 from .collapse import first_overflow, recolour

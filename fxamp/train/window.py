@@ -24,8 +24,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from passes.contract.errors import PolicyError
 
 from .._torch import is_profiling, sequence_number
-from ..trust import given_step
-from ..trust.given_step import output_of
+from ..observe import workload
+from ..observe.workload import output_of
 from .ranks.ranks import Ranks, agree, exchange, exchanged, groups_of, local
 from .scaler import LossScaler
 
@@ -37,7 +37,7 @@ UNWEIGHTED: float = float("1.0")  # the object itself says that no weight was gi
 def loss_of(model: nn.Module, loss_fn: LossFunction | None, inputs: Any, target: Any) -> tuple[Tensor, Any]:
     """Call the model on inputs, and the loss function on its output and a target; return the loss and the output."""
     output = output_of(model, inputs)
-    return given_step.loss_of(output, target, loss_fn)[0], output
+    return workload.loss_of(output, target, loss_fn)[0], output
 
 
 def refuse_constant(loss: Tensor, optimizers: Iterable[Optimizer]) -> None:

@@ -1,5 +1,5 @@
-"""Leaves a model as it was while it is run, and compares two runs of it.
+"""What a model runs and how exact it is: a census, errors, ranges and overflows, and which policy to take.
 
-Imports the compiler's contract and its table of ops.
-Capture, views, measuring, records and the training step use it.
+Imports nothing itself; its folders import `convert`, and what is seen of a run.
+The training step, reports and the command use them.
 """

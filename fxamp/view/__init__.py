@@ -1,5 +1,5 @@
 """The converted view of a model: how it is called, checked, copied and saved, and the graphs that it runs.
 
-Imports the compiler, what Dynamo captures, and what leaves a model as it was.
+Imports the compiler, what Dynamo captures, and what is seen of a run.
 `convert` makes views; reports, measuring and the training step read them.
 """

@@ -44,7 +44,7 @@ from ..capture.backend import inner_of, recompute_as_written, rewrite, run_by
 from ..capture.call import Call, current
 from ..capture.compiled import Converted, break_of, copied, elsewhere
 from ..capture.emitted import Kept, at_call
-from ..capture.frames import Frames
+from ..capture.frames import Frames, forward_of
 from ..capture.outputs import is_whole, leaving
 from .copies import Lifted, lift, with_copies
 from .replay import Replaying
@@ -250,12 +250,13 @@ def _code_of(model: nn.Module, method: str) -> object:
 
 
 def function_of(
-    runner: Runner, method: str, leave: Callable[[Any], Any] = leaving, **region: Any
-) -> Callable[..., Any]:
+    runner: Runner, method: str, leave: Callable[[Any], Any] = leaving, reads: Callable[[Any], Any] | None = None,
+    **region: Any,
+) -> Callable[..., Any]:  # fmt: skip
     """Return the function to compile, with code of its own: `forward(model, *args, **kwargs)`.
 
-    `leave` marks its outputs while it is traced. With a `region`, further arguments of one, the model is called in an
-    autocast region inside the trace.
+    `leave` marks its outputs while it is traced, of which `reads` returns what the code around it reads; None for all.
+    With a `region`, further arguments of one, the model is called in an autocast region inside the trace.
     """
     device, low = runner.device, runner.low
     author: Any = getattr(type(runner.model), method) if method else None
@@ -278,6 +279,7 @@ def function_of(
     def rounded(model: Any, /, *args: Any, **kwargs: Any) -> Any:
         with autocast(device, dtype=low, **region):
             outputs = model(*args, **kwargs) if author is None else author(model, *args, **kwargs)
+        outputs = outputs if reads is None else reads(outputs)
         return outputs if mark is None else tree_map(marked, outputs, is_leaf=whole)
 
     def plain(model: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -295,7 +297,7 @@ def _globals_for(model: nn.Module) -> dict[str, Any]:
 
     Dynamo imports the module of a function that it inlines, unless it has the globals of the outermost function.
     """
-    for forward in dict.fromkeys(type(module).forward for module in model.modules()):
+    for forward in dict.fromkeys(forward_of(type(module)) for module in model.modules()):
         found: dict[str, Any] = getattr(forward, "__globals__", globals())
         name = found.get("__name__")
         if name in sys.modules and vars(sys.modules[name]) is not found:
@@ -386,7 +388,9 @@ def _numbered(
         if under_way.does == "compare":
             runner: Any = runner_of()
             with runner.region(cache=False):
-                return captured(*args)
+                outputs = captured(*args)
+            under_way.made += map(weakref.ref, filter(_is_tensor, outputs))
+            return outputs
         under_way.ran.append(number)
         under_way.whole = whole
         if under_way.modes:
@@ -396,11 +400,17 @@ def _numbered(
             outputs = run(*args)
         if kept is not None:
             kept(args, outputs)
+        if not whole:
+            under_way.made += map(weakref.ref, filter(_is_tensor, outputs))
         if crosses:
             crossing.note(under_way, args, outputs)
         return outputs
 
     return call
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor)
 
 
 @contextlib.contextmanager

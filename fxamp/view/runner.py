@@ -53,12 +53,13 @@ from .._torch import (
 from ..capture.backend import Inner
 from ..capture.call import Call, begin, current
 from ..capture.compiled import runner_of
+from ..capture.frames import forward_of
 from ..capture.inputs import device_of, resolve
 from ..capture.modes import ModesKeptOnError
 from ..capture.outputs import is_whole, low_of_its_own, restored
 from ..capture.parameters import is_only_read
 from ..errors import in_short
-from ..trust.watch import watching
+from ..observe.watch import watching
 from .copies import Opened
 from .function import Entry, Function
 from .hooks import HookWatch
@@ -386,7 +387,8 @@ class Runner:
     @property
     def refused(self) -> tuple[str, ...]:
         """What of the model's code is left to Python, and why."""
-        texts = (text for f in self._functions.values() for text in f.frames.refused.values())
+        frames = [function.frames for function in self._functions.values()]
+        texts = (text for each in frames for text in (*each.refused.values(), *each.outside.values()))
         return tuple(dict.fromkeys(filter(None, texts)))
 
     def run_as_written(self, why: str) -> None:
@@ -403,9 +405,11 @@ class Runner:
         """
         mine = any(e.state.method == function.method for e in self.entries)
         planned = bool(call.ran or (call.idle and (mine or not self._computes)))  # an early exit may have no op
-        if planned and not call.refused:
+        frames = function.frames
+        outside, frames.news = frames.outside.values() if self.on_change == "error" else frames.news, []
+        if planned and not call.refused and not outside:
             return
-        left = (*call.refused, *(f"graph break at {broke}" for broke in call.idle if broke and not planned))
+        left = (*call.refused, *outside, *(f"graph break at {broke}" for broke in call.idle if broke and not planned))
         why = "" if planned else self.as_written.get(state_of(call.model, function.method)) or self._cause(mine)
         cause = ": ".join(filter(None, (why, "; ".join(dict.fromkeys(left)))))
         if cause == _NOTHING and not self._computes:
@@ -524,7 +528,7 @@ _NOTHING = "no op was captured"
 def _reads_numpy(model: nn.Module) -> bool:
     """Say whether a file that a module of the model, or its `forward`, is written in has imported NumPy."""
     numpy, kinds = sys.modules.get("numpy"), {type(module) for module in model.modules()}
-    files = {name for kind in kinds for name in (kind.__module__, getattr(kind.forward, "__module__", None))}
+    files = {name for kind in kinds for name in (kind.__module__, getattr(forward_of(kind), "__module__", None))}
     known = (vars(sys.modules[name]) for name in files if name in sys.modules and not name.startswith("torch."))
     return numpy is not None and any(value is numpy for names in known for value in list(names.values()))
 

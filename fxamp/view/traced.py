@@ -32,9 +32,12 @@ from .state import state_of
 _MARK = {"cache_enabled": False}  # by which the region of a view is told from those of the author
 
 
-def traced(runner: Runner) -> Callable[..., Any]:
-    """Return what a view calls while it is traced: the model in a marked region; in other code, the view itself."""
-    forward = function_of(runner, "", in_original_dtype, **_MARK)
+def traced(runner: Runner, reads: Callable[[Any], Any] | None = None) -> Callable[..., Any]:
+    """Return what a view calls while it is traced: the model in a marked region; in other code, the view itself.
+
+    Of its outputs `reads` returns what the code around it reads, and they are all that is cast; None for all of them.
+    """
+    forward = function_of(runner, "", in_original_dtype, reads, **_MARK)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():

@@ -21,6 +21,7 @@ from ..contract.policy import type_names
 from ..ops import ops
 from ..ops.rules import row_of
 from ..runtime.casts import ELIGIBLE as ELIGIBLE
+from .notes import is_ours
 
 LOW_DTYPES = (torch.float16, torch.bfloat16)
 _FRAME = re.compile(r'File "(.*)", line (\d+)')
@@ -99,6 +100,13 @@ def keys(nodes: Iterable[Node]) -> dict[Node, str]:
             out[node] = f"{stem}#{count.get(stem, 0)}"
             count[stem] = count.get(stem, 0) + 1
     return out
+
+
+def node_names(graph: Graph) -> dict[Node, str]:
+    """Return the name of every input, parameter, buffer and call of an emitted graph; calls have their keys."""
+    targets = {n: str(n.target) for op in ("placeholder", "get_attr") for n in graph.find_nodes(op=op)}
+    author = keys(n for n in graph.nodes if not is_ours(n))  # without what was inserted, so that keys stay the same
+    return {**targets, **author}
 
 
 # Dtypes.

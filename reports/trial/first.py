@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Interpreter, Node
 import fxamp
 from fxamp.capture import compiled
 from fxamp.capture.call import current
-from fxamp.trust.preserved import fresh, preserved, same_random_state
+from fxamp.observe.snapshot import fresh, preserved, same_random_state
 from fxamp.view.view import runner_of
 from passes._torch import pytree
 from passes.contract.plan import Decision

@@ -25,7 +25,7 @@ from torch.fx import GraphModule
 import fxamp
 from fxamp.capture import outputs
 from fxamp.errors import NotFaithfulError
-from fxamp.trust.preserved import fresh, preserved, same_attributes
+from fxamp.observe.snapshot import fresh, preserved, same_attributes
 from passes._torch import pytree
 from passes.contract.errors import FxampError, VerificationError
 from passes.contract.policy import Policy

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from fxamp.trust.preserved import preserved, same_attributes
+from fxamp.observe.snapshot import preserved, same_attributes
 from passes._torch import enter_autocast
 from passes.graph.values import LOW_DTYPES, literal_dtype
 from passes.ops import ops

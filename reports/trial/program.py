@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .grammar import INPUTS, PARTS
+from .untraced import called, deep, generated, outside, turn
 
 _FRACTION = re.compile(r"(?<![\w.\[])\d+(?:\.\d+)?e-\d+|(?<![\w.\[])\d+\.\d+")
 
@@ -140,4 +141,5 @@ class Program:
 
 def environment() -> dict[str, Any]:
     """Return the names that a program uses."""
-    return {"torch": torch, "nn": nn, "F": F, "Tensor": Tensor, "checkpoint": checkpoint, "Pair": Pair}
+    beside = {f.__name__: f for f in (called, deep, generated, outside, turn)}
+    return {"torch": torch, "nn": nn, "F": F, "Tensor": Tensor, "checkpoint": checkpoint, "Pair": Pair, **beside}

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxamp.trust.preserved import preserved, same_attributes
-from fxamp.view.prime import GRADIENT_TOLERANCE
+from fxamp.observe.snapshot import preserved, same_attributes
+from fxamp.view.check import GRADIENT_TOLERANCE
 from passes._torch import pytree
 
 # A fraction of the norm of all gradients together. A gradient that is zero up to rounding, such as that of the bias of

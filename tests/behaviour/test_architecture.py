@@ -42,55 +42,58 @@ ARROWS = {
     "fxamp.errors": "passes.contract",
     "fxamp.guard": "",
     "fxamp.module": "passes.contract",
-    "fxamp.trust": "._torch .errors passes passes._torch passes.contract passes.graph passes.ops",
-    "fxamp.report.record": "._torch .trust passes._torch passes.contract passes.graph passes.ops passes.runtime",
-    "fxamp.capture": (
-        "._torch .errors .report.record .trust passes passes._torch passes.contract passes.graph passes.legalize "
-        "passes.ops passes.runtime"
-    ),
-    "fxamp.report.forms": ".report.record passes.contract",
-    "fxamp.view": (
-        "._torch .capture .errors .trust passes._torch passes.contract passes.graph passes.ops passes.runtime"
-    ),
-    "fxamp.report.page": ".report.forms .report.record passes.contract",
+    "fxamp.harmless": "",
+    "fxamp.calibration": ".errors passes.contract",
     "fxamp.target": "passes.contract",
-    "fxamp.measure": "._torch .capture .trust .view passes passes._torch passes.contract passes.graph passes.ops",
-    "fxamp.measure.fake_cuda": ".capture .errors .measure .target .trust passes._torch passes.contract",
-    "fxamp.train.ranks": "._torch .view passes.contract",
-    "fxamp.convert": "._torch .capture .errors .measure .trust .view passes.contract",
-    "fxamp.trust.census": (
-        "._torch .capture .convert .report.forms .report.record .trust passes.contract passes.graph passes.ops "
+    "fxamp.observe": "._torch .errors passes passes._torch passes.contract passes.graph passes.ops",
+    "fxamp.capture": (
+        "._torch .errors .observe passes passes._torch passes.contract passes.graph passes.legalize passes.ops "
         "passes.runtime"
     ),
+    "fxamp.view": (
+        "._torch .capture .errors .observe passes._torch passes.contract passes.graph passes.ops passes.runtime"
+    ),
+    "fxamp.measure": "._torch .capture .observe .view passes passes._torch passes.contract passes.graph passes.ops",
+    "fxamp.measure.fake_cuda": ".capture .errors .measure .observe .target passes._torch passes.contract",
+    "fxamp.convert": "._torch .calibration .capture .errors .measure .view passes.contract",
+    "fxamp.trust": "",
+    "fxamp.trust.census": (
+        "._torch .capture .convert .harmless .observe passes.contract passes.graph passes.ops passes.runtime"
+    ),
     "fxamp.trust.error": (
-        "._torch .capture .convert .errors .measure .trust .trust.census passes passes._torch passes.contract "
+        "._torch .capture .convert .errors .measure .observe .trust.census passes passes._torch passes.contract "
         "passes.graph passes.ops passes.runtime"
     ),
     "fxamp.trust.ranges": (
-        "._torch .convert .trust .trust.census .trust.error passes._torch passes.contract passes.graph passes.ops"
+        "._torch .calibration .convert .observe .trust.census .trust.error passes._torch passes.contract "
+        "passes.graph passes.ops"
     ),
-    "fxamp.trust.choice": ".convert .measure .trust .trust.error passes.contract passes.graph",
-    "fxamp.report.diff": (".report .report.forms .report.record passes._torch passes.contract passes.graph passes.ops"),
-    "fxamp.report.gate": (
-        ".capture .convert .errors .measure .measure.fake_cuda .report .report.diff .report.forms .report.record "
-        ".target .train .trust.census passes.contract passes.ops"
-    ),
+    "fxamp.trust.choice": ".convert .measure .observe .trust.error passes.contract passes.graph",
+    "fxamp.train.ranks": "._torch .view passes.contract",
     "fxamp.train": (
-        "._torch .capture .errors .measure .train.ranks .trust .trust.census .trust.ranges .view passes._torch "
+        "._torch .capture .errors .measure .observe .train.ranks .trust.census .trust.ranges .view passes._torch "
         "passes.contract passes.graph"
     ),
-    "fxamp.pytest_plugin": ".report.gate",
-    "fxamp.demo": (".convert .measure .report .report.gate .train .trust.census passes.contract"),
+    "fxamp.report.record": "._torch .observe passes._torch passes.contract passes.graph passes.ops passes.runtime",
+    "fxamp.report.forms": ".harmless .report.record passes.contract",
+    "fxamp.report.page": ".harmless .report.record passes.contract",
     "fxamp.report": (
-        ".capture .convert .report.forms .report.page .report.record .train .trust.census .trust.error .view "
-        "passes.contract"
+        ".capture .convert .harmless .report.forms .report.page .report.record .train .trust.census .trust.error "
+        ".view passes.contract"
     ),
-    "fxamp.integrations": (".capture .convert .train .trust.census .view passes.contract passes.ops"),
+    "fxamp.report.diff": ".harmless .report .report.record passes._torch passes.contract passes.graph passes.ops",
+    "fxamp.report.gate": (
+        ".capture .convert .errors .harmless .measure .measure.fake_cuda .report .report.diff .report.record "
+        ".target .train .trust.census passes.contract passes.ops"
+    ),
+    "fxamp.pytest_plugin": ".report.gate",
+    "fxamp.demo": ".convert .measure .report .report.gate .train .trust.census passes.contract",
+    "fxamp.integrations": ".capture .convert .train .trust.census .view passes.contract passes.ops",
     "fxamp.lightning": ".integrations",
     "fxamp.huggingface": ".integrations",
     "fxamp.cli": (
-        ".convert .demo .errors .report .report.diff .report.forms .report.gate .target .trust.census "
-        ".trust.choice .trust.error passes passes.contract passes.ops"
+        ".convert .demo .errors .harmless .report .report.diff .report.gate .target .trust.census .trust.choice "
+        ".trust.error passes passes.contract passes.ops"
     ),
     "fxamp.__main__": ".cli",
 }
@@ -150,6 +153,28 @@ def test_packages_import_what_the_table_says() -> None:
 
 def test_imports_between_packages_have_no_cycle() -> None:
     assert list(graphlib.TopologicalSorter(arrows()).static_order())  # raises CycleError, which names the packages
+
+
+def first_level(module: str) -> str:
+    """Return the folder of `fxamp` that a module lies in, however deep, or the file that lies in `fxamp` itself."""
+    return ".".join(module.split(".")[:2])
+
+
+def named(module: str) -> Iterator[str]:
+    """Yield the modules of ours that a file names in a string, as "fxamp.convert" or "fxamp.convert:plan"."""
+    for node in ast.walk(ast.parse(FILES[module].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            name = node.value.partition(":")[0]
+            yield from [name] if "." in name and name in FILES else []
+
+
+def test_the_folders_of_the_product_have_no_cycle() -> None:
+    found: dict[str, set[str]] = {}
+    for module in FILES:
+        if module.startswith("fxamp"):
+            reached = {first_level(name) for name in (*imported(module), *named(module)) if name.startswith("fxamp")}
+            found.setdefault(first_level(module), set()).update(reached - {first_level(module)})
+    assert list(graphlib.TopologicalSorter(found).static_order())  # raises CycleError, which names the folders
 
 
 def test_the_product_reaches_into_no_pass() -> None:

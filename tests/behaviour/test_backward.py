@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
 import fxamp
-from fxamp.trust.given_step import floats
+from fxamp.observe.workload import floats
 from passes.runtime.casts import CAST, again
 from reports.architectures import BY_NAME
 from reports.baseline import UnderAutocast

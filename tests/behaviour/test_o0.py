@@ -13,7 +13,7 @@ import torch
 from torch.export import ExportedProgram
 
 import fxamp
-from fxamp.trust.given_step import floats
+from fxamp.observe.workload import floats
 from reports.baseline import distance
 from reports.subjects import Subject, converted, run, set_mode, subject
 from reports.trial.judge import exported

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fxamp.trust.given_step import floats
+from fxamp.observe.workload import floats
 from passes.contract.reasons import DEVIATIONS
 from reports.baseline import UnderAutocast, distance
 from reports.subjects import converted, oracle, run, set_mode, subject, training_counts, unchanged

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from passes._torch import pytree
 
-from ...trust.watch import casts_in
+from ...observe.watch import casts_in
 from ..inductor import Counts, Graph
 from .breakdown import Breakdown
 

@@ -18,7 +18,7 @@ from typing import Literal
 
 from passes.contract.plan import Plan
 
-from ..forms.harmless import visible
+from ...harmless import visible
 from .match import Item, corresponding, in_order
 
 PLAN_KEY, MODULES, RULE = "(plan)", "(modules)", "(rule"

@@ -13,10 +13,10 @@ from passes._torch import OpOverload
 from passes.contract.plan import Decision, Plan
 from passes.contract.policy import dtype_name
 from passes.graph.notes import is_inserted
-from passes.graph.values import module_path
+from passes.graph.values import module_path, node_names
 from passes.ops import ops
 
-from ..record.build import Emitted, named
+from ..record.build import Emitted
 from .match import Item
 
 DECISION_FIELDS = ("colour", "autocast_dtype", "kind", "reason")
@@ -27,7 +27,7 @@ def of_plan(plan: Plan, graphs: Sequence[Emitted] = ()) -> list[Item]:
 
     The graphs that carry the plan out, if they are known, tell which casts are in front of each node.
     """
-    nodes = {g.first: {key: node for node, key in named(g.module.graph).items()} for g in graphs}
+    nodes = {g.first: {key: node for node, key in node_names(g.module.graph).items()} for g in graphs}
     last: dict[int, int] = {}
     items = []
     for at, d in enumerate(plan.decisions):

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 
 from tabulate import tabulate
 
-from ..forms.harmless import as_text, markdown, visible
+from ...harmless import as_text, markdown, visible
 from .changes import PLAN_KEY, RULE, Change
 
 _SUMMARY = 900_000  # bytes; GitHub drops a job summary of more than 1 MiB as a whole

@@ -28,7 +28,7 @@ from passes.graph.values import dtypes_of, literal_dtype, module_path
 from passes.ops import ops
 from passes.ops.rules import row_named
 
-from ..forms.harmless import visible
+from ...harmless import visible
 from ..record.record import LOW
 from .changes import Change, another_model, merged
 from .items import arguments, arrow, dtype_of, node_keys, target_of

@@ -1,5 +1,5 @@
-"""A record in other forms: a tree of modules, the costliest lines, Model Explorer; and text made harmless.
+"""A record in other forms: a tree of modules, the costliest lines, Model Explorer.
 
-Imports only the record.
+Imports the record, and what makes text harmless.
 Reports, differences and the gate use it.
 """

@@ -12,8 +12,8 @@ from tabulate import tabulate
 from passes.contract.plan import Plan
 from passes.contract.reasons import DEVIATIONS
 
+from ...harmless import markdown, visible
 from ..record.record import LOW, NodeRecord, Record, State
-from .harmless import markdown, visible
 
 _NODE = ("node", "op", "colour", "autocast", "reason", "source")
 _CASTS, _SIZES = "casts", ("MB out", "low, % of bytes", "low, % of FLOPs", "MB saved")

@@ -18,8 +18,8 @@ from urllib.parse import quote
 
 from tabulate import tabulate
 
+from ...harmless import markdown, visible
 from ..diff.changes import PLAN_KEY, Change, lines, rows
-from ..forms.harmless import markdown, visible
 from .gate import KEPT, UNKNOWN, WAY_OUT, Outcome
 
 _SUMMARY = 1_000_000  # bytes; GitHub drops a job summary of more than 1 MiB as a whole

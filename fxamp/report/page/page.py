@@ -24,7 +24,7 @@ import msgspec
 
 from passes.contract.reasons import Code
 
-from ..forms.harmless import visible
+from ...harmless import visible
 from ..record.record import PALETTE, NodeRecord, Record, State, style_of
 
 MOST_NODES = 60_000  # most nodes on a page; browsers are slow with larger files

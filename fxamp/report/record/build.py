@@ -20,8 +20,8 @@ from torch.fx import Graph, GraphModule, Node
 from passes.contract.plan import Decision, Plan, installed
 from passes.contract.policy import Policy, dtype_name
 from passes.contract.reasons import DEVIATIONS, Code
-from passes.graph.notes import is_inserted, is_ours, note_of
-from passes.graph.values import frames, keys, own_frame
+from passes.graph.notes import is_inserted, note_of
+from passes.graph.values import frames, node_names, own_frame
 from passes.ops.rules import RULES
 from passes.runtime.casts import again
 
@@ -92,7 +92,7 @@ class _Part:
 
     def __init__(self, emitted: Emitted, decided: Collection[str], autocast: tuple[str, torch.dtype] | None) -> None:
         self.emitted, module = emitted, emitted.module
-        self.names = named(module.graph)
+        self.names = node_names(module.graph)
         self.nodes = {name: node for node, name in self.names.items() if node.op.startswith("call")}
         self.decided = [node for name, node in self.nodes.items() if name in decided]
         self.origins = _origins(module.graph, self.names, decided)
@@ -230,13 +230,6 @@ def _relative(file: str) -> str:
     """Return a path below the working directory as one relative to it, any other as its last part."""
     here = os.getcwd().replace("\\", "/").rstrip("/") + "/"
     return file.removeprefix(here) if file.startswith(here) else file.rsplit("/", 1)[-1]
-
-
-def named(graph: Graph) -> dict[Node, str]:
-    """Return the name of every input, parameter, buffer and call of an emitted graph."""
-    given = {n: str(n.target) for op in ("placeholder", "get_attr") for n in graph.find_nodes(op=op)}
-    author = keys(n for n in graph.nodes if not is_ours(n))  # without what was inserted, so that keys stay the same
-    return {**given, **author}
 
 
 def _origins(graph: Graph, names: Mapping[Node, str], decided: Collection[str]) -> dict[Node, tuple[Read, ...]]:

@@ -22,8 +22,8 @@ from passes.graph.notes import is_ours
 from passes.graph.values import no_autocast
 
 from ..._torch import storage_id
-from ...trust.preserved import same_random_state
-from ...trust.tensors import held, kept
+from ...observe.snapshot import same_random_state
+from ...observe.tensors import held, kept
 
 logger = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ from passes.contract.errors import PolicyError, VerificationError
 from ..._torch import compiled_call, original_of
 from ...capture.compiled import runner_of
 from ...convert import converted_in
-from ...report.forms.harmless import as_text
-from ..given_step import model_of
-from ..watch import Watch
+from ...harmless import as_text
+from ...observe.watch import Watch
+from ...observe.workload import model_of
 from .differences import (
     Compiled,
     Difference,

@@ -20,7 +20,7 @@ from passes.graph.notes import is_inserted
 from passes.graph.values import LOW_DTYPES
 from passes.ops.rules import row_named
 
-from ..watch import Place, Seen, Sum, Watch
+from ...observe.watch import Place, Seen, Sum, Watch
 from .rows import Ledger, is_cast, planned_dtypes
 
 _ATTENTION = "scaled_dot_product_attention"

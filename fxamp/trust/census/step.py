@@ -22,10 +22,10 @@ from passes.graph.values import no_autocast
 from ...capture.compiled import Converted
 from ...capture.emitted import record_on
 from ...capture.given import flat_inputs
-from ..given_step import GivenStep, copies, loss_of, model_of, output_of
-from ..preserved import same_attributes, same_random_state
-from ..tensors import held, kept
-from ..watch import Watch, node_by_node
+from ...observe.snapshot import same_attributes, same_random_state
+from ...observe.tensors import held, kept
+from ...observe.watch import Watch, node_by_node
+from ...observe.workload import GivenStep, copies, loss_of, model_of, output_of
 from .differences import Difference
 from .rows import Row
 

@@ -28,12 +28,12 @@ from passes.graph.values import no_autocast
 
 from ...convert import convert, plan_of
 from ...measure.counts import laps, saved_bytes
+from ...observe.workload import Batch, Loss, given_step
 from ..error.estimate import estimate_error
 from ..error.report import Errors
 from ..error.runs import AUTOCAST, FP32, POLICIES, Subject
 from ..error.tune import tune
 from ..error.verify import measured
-from ..given_step import Batch, Loss, given_step
 
 TUNED = "tuned"
 _SECONDS = 8.0  # for all timed steps together

@@ -19,9 +19,9 @@ from passes.contract.plan import Plan
 from passes.contract.policy import Policy
 
 from ...convert import convert, plan_of
+from ...observe.workload import Loss, as_before, given_step
 from ..error.runs import Subject
 from ..error.variances import moved_by
-from ..given_step import Loss, as_before, given_step
 
 _MORE = 6  # runs beside those of the bisection, and the first two
 

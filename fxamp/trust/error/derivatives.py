@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ..given_step import Batch
-from ..tensors import dense
+from ...observe.tensors import dense
+from ...observe.workload import Batch
 from .emulation import Place, Site
 from .report import living, squared
 from .rounding import error, rounded, ulp

@@ -32,8 +32,8 @@ from passes.runtime.casts import again, cast_floating, cast_weight
 from passes.runtime.regions import under_autocast
 
 from ..._torch import safe_softmax
-from ..given_step import floats
-from ..watch import readers
+from ...observe.watch import readers
+from ...observe.workload import floats
 
 _TO_LOW = ("half", "bfloat16")  # methods
 _UNCHANGED = (again, cast_floating, cast_weight)  # casts of the runtime: their first argument is what is cast

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from passes.contract.errors import PolicyError
 
-from ..given_step import Batch, Loss, given_step
+from ...observe.workload import Batch, Loss, given_step
 from .derivatives import Derivatives
 from .emulation import Decides, Site
 from .report import PREDICTED, ErrorReport, Errors, NodeError, Tally, degenerate, living, squared

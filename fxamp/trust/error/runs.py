@@ -24,10 +24,10 @@ from ...capture.inputs import device_of, resolve
 from ...convert import convert, converted_in
 from ...errors import in_short
 from ...measure.counts import step_counts
+from ...observe.tensors import dense
+from ...observe.watch import run_instead
+from ...observe.workload import Batch, GivenStep
 from ..census.step import watched_graphs
-from ..given_step import Batch, GivenStep
-from ..tensors import dense
-from ..watch import run_instead
 from .emulation import At, Decides, Edge, Emulation, GraphSites, Read, Site, Watched, is_fp32
 from .wide import generators, in_float64
 

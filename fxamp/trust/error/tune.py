@@ -25,7 +25,7 @@ from ...capture.compiled import runner_of
 from ...convert import plan_of
 from ...errors import in_short
 from ...measure.costs import Penalties
-from ..given_step import Loss, given_step
+from ...observe.workload import Loss, given_step
 from .derivatives import Derivatives, keys_of
 from .report import Errors
 from .runs import AUTOCAST, Subject

@@ -26,7 +26,7 @@ from torch import Tensor
 from passes.graph.values import LOW_DTYPES
 from passes.ops.rules import row_of
 
-from ..given_step import Batch
+from ...observe.workload import Batch
 from .emulation import Decides, Place, Site
 from .rounding import BITS, blocks, error, power
 from .runs import Ran, Subject

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..given_step import Loss, floats, given_step
+from ...observe.workload import Loss, floats, given_step
 from .emulation import Site
 from .report import ErrorReport, Tally, degenerate, living, squared
 from .runs import AUTOCAST, FP32, Ran, Subject, policies_of, refuse_infinite

@@ -21,11 +21,11 @@ from passes.graph.values import keys
 from passes.ops import ops
 from passes.ops.rules import row_of
 
-from ..calibration import Calibration, Range, checksums
+from ...calibration import Calibration, Range, checksums
+from ...observe.watch import readers
+from ...observe.workload import Loss, given_step
 from ..error.emulation import Site
 from ..error.runs import Subject
-from ..given_step import Loss, given_step
-from ..watch import readers
 
 _SAMPLE = 1024  # elements of a tensor that are counted
 _FLUSHED, _NORMAL = 2.0**-25, 2.0**-14  # FP16 rounds what is at most this to 0; what is below this has fewer bits

@@ -35,12 +35,12 @@ from passes.graph.values import LOW_DTYPES, no_autocast
 
 from ..._torch import current_autograd_node, storage_id
 from ...convert import converted_in
+from ...observe.tensors import dense
+from ...observe.watch import Place, Ran, Watch, floats_in, gives_view
+from ...observe.workload import Batch, GivenStep, Loss, given_step
 from ..census.rows import Ledger, ledgers_of, where_of
 from ..census.step import watched_graphs
 from ..error.emulation import raised
-from ..given_step import Batch, GivenStep, Loss, given_step
-from ..tensors import dense
-from ..watch import Place, Ran, Watch, floats_in, gives_view
 
 _RUNS = 6  # of the step, to find a cure
 _GIVEN = ("cast", "as_autocast")  # kinds of decisions that no override changes

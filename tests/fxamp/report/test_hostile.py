@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fxamp.report.forms.harmless import visible
+from fxamp.harmless import visible
 from fxamp.report.forms.text import MODULE
 from tests.fxamp.report.page.test_page import Page
 from tests.support.records import HOSTILE, hostile_report

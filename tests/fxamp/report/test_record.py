@@ -20,6 +20,7 @@ from fxamp.report.reader import record_of
 from fxamp.report.record.record import Record
 from fxamp.report.record.sizes import sizes_of
 from passes.contract.errors import PlanError
+from passes.contract.plan import Plan
 from passes.graph.notes import is_inserted
 from reports.subjects import compiled as convert_subject
 from reports.subjects import converted, subject, unchanged
@@ -208,12 +209,12 @@ def test_records_are_the_same_in_other_processes_orders_and_hash_seeds(other: tu
     assert here.count('"policy": "O2,dtype=bf16,device=cpu"') == 2
 
 
-def test_a_compilation_that_is_traced_has_the_record_as_an_artefact(other: tuple[str, str, Path]) -> None:
+def test_a_compilation_that_is_traced_has_the_plan_as_an_artefact(other: tuple[str, str, Path]) -> None:
     _, traced, folder = other
     (trace,) = folder.iterdir()
     _, _, rest = trace.read_text(encoding="utf-8").partition('{"artifact": {"name": "fxamp_precision"')
     _, *lines = rest.splitlines()
     payload = itertools.takewhile(lambda line: line.startswith("\t"), lines)
-    found = Record.from_json("\n".join(line[1:] for line in payload))
+    found = record_of(Plan.from_json("\n".join(line[1:] for line in payload)))
     assert found == Record.from_json(traced)
     assert [n.op for n in found.nodes] == ["linear"]

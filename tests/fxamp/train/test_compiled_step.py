@@ -481,3 +481,45 @@ def test_behind_a_break_a_compiled_step_decides_as_an_uncompiled_one() -> None:
         decided.append((loss, [(d.op, d.colour, d.autocast_dtype, d.reason) for d in plan.decisions]))
     assert decided[0] == decided[1]
     assert ("pow", "bfloat16") in [row[:2] for row in decided[0][1]]
+
+
+class WithLogits(nn.Module):
+    """A language model in small, whose own loss breaks the graph, as that of plain GPT-2 of transformers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(32, 16), nn.Linear(16, 32)
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+        logits = self.head(self.embed(ids))
+        torch._dynamo.graph_break()
+        return {"loss": F.cross_entropy(logits.float(), ids), "logits": logits}
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_of_a_model_with_its_own_loss_a_compiled_step_hands_out_the_loss_alone_behind_a_break_too(hooked: bool) -> None:
+    ids, seen, losses = torch.arange(32), list[Tensor](), list[Any]()
+    for compiles in (False, "aot_eager"):
+        torch.manual_seed(0)
+        model = WithLogits()
+        view = fxamp.convert(model, policy="O1,dtype=bf16")
+        if hooked:
+            view.register_forward_hook(lambda *passed: seen.append(passed[-1]["logits"]))
+        graphs = list[torch.fx.GraphModule]()
+
+        def compiled(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+            graphs.append(gm)  # noqa: B023
+            return gm.forward
+
+        how: Any = compiles and {"backend": compiled}
+        step = fxamp.TrainStep(view, None, torch.optim.SGD(model.parameters(), 0.1), compile=how)
+        losses += [step(ids).loss, step(ids).loss]
+    assert torch.equal(losses[0], losses[2])
+    assert torch.equal(losses[1], losses[3])
+    assert all(map(torch.equal, seen[: len(seen) // 2], seen[len(seen) // 2 :]))
+    assert bool(seen) == hooked
+    if not hooked:  # cross_entropy reads the one cast there is; of the logits none is made to be handed out
+        casts = [node for gm in graphs for node in gm.graph.nodes if node.target is torch.ops.aten.to.dtype]
+        upcasts = [n for n in casts if n.args[1] == torch.float32]
+        floats = [n for gm in graphs for n in gm.graph.nodes if n.op == "call_method" and n.target == "float"]
+        assert len(upcasts) + len(floats) == 1

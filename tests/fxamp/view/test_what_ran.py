@@ -249,6 +249,92 @@ def test_what_the_inner_compiler_refuses_runs_node_by_node_by_the_plan(caplog: p
     assert fxamp.census(fxamp.convert(model, policy=PINNED, backend=third_fails), x)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def doubled(h: Tensor) -> Tensor:
+    return h * 2
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def seen(h: Tensor) -> Tensor:
+    return h
+
+
+def behind_a_break(h: Tensor) -> Tensor:
+    torch._dynamo.graph_break()
+    return h * 2
+
+
+def at_break(self: Any, x: Tensor) -> Any:
+    h = self.l(x)
+    return self.m(h + self.make(h))
+
+
+def in_c() -> Any:
+    return torch.jit.trace(nn.Linear(6, 6), example())
+
+
+AT_BREAKS: dict[str, Callable[..., Any]] = {
+    "a function kept from Dynamo": doubled, "an op of a size that depends on data": lambda h: h[h > 0].sum(),
+    "code in C": in_c,
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+@pytest.mark.parametrize("on_change", ["recompile", "error"])
+@pytest.mark.parametrize("what", AT_BREAKS)
+def test_what_is_computed_at_a_break_itself_is_named_with_its_place(
+    what: str, on_change: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    make = AT_BREAKS[what]() if what == "code in C" else AT_BREAKS[what]
+    model, x = Two(at_break, make=make), example()
+    view = fxamp.convert(model, policy="O1,dtype=bf16", on_change=on_change)
+    with torch.autocast("cpu", BF16):
+        expected = model(x).float()
+    for _ in range(2):
+        if on_change == "error":
+            with pytest.raises(fxamp.CaptureError, match="outside of graphs"):
+                view(x)
+        else:
+            assert torch.equal(view(x), expected)
+    said = [text for text in warned(caplog) if "did not run all of its plan" in text]
+    assert len(said) == (on_change == "recompile")
+    assert all("test_what_ran.py" in text for text in said)
+    assert not fxamp.plan_of(view).complete
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("make", [seen, behind_a_break, lambda h: h.sum().item()], ids=["seen", "graph", "number"])
+def test_where_nothing_is_computed_at_a_break_nothing_is_said(
+    make: Any, check: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, x = Two(at_break, make=make), example()
+    view = fxamp.convert(model, (x,), policy="O1,dtype=bf16", check=check)
+    view(x)
+    assert not [text for text in warned(caplog) if "did not run" in text]
+    assert fxamp.plan_of(view).complete
+
+
+def test_what_is_computed_at_a_break_is_said_by_the_first_call_behind_the_check(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    x = example()
+    view = fxamp.convert(Two(at_break, make=doubled), (x,), policy="O1,dtype=bf16")
+    assert not fxamp.plan_of(view).complete
+    view(x)
+    assert len([text for text in warned(caplog) if "outside of graphs" in text]) == 1
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
+def test_a_submodule_of_torchscript_runs(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = Two(at_break, make=torch.jit.script(nn.Linear(6, 6))), example()
+    with torch.autocast("cpu", BF16):
+        expected = model(x).float()
+    view = fxamp.convert(model, policy="O1,dtype=bf16")
+    for _ in range(2):
+        assert torch.equal(view(x), expected)
+    assert len([text for text in warned(caplog) if "did not run its plan" in text and "torch.jit.script" in text]) == 1
+
+
 # Autocast's state is the view's while its model is called, and the user's afterwards.
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 import fxamp
 from fxamp.demo import LeNet5
-from fxamp.report.forms.harmless import visible
+from fxamp.harmless import visible
 from fxamp.report.forms.text import costliest
 from reports.subjects import converted, subject
 from tests.support.records import HOSTILE, hostile_report, node, report_of

@@ -11,10 +11,10 @@ from torch import Tensor, library, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxamp
+from fxamp.observe.workload import given_step
 from fxamp.trust.error.derivatives import Derivatives
 from fxamp.trust.error.estimate import estimated
 from fxamp.trust.error.runs import Ran, Subject
-from fxamp.trust.given_step import given_step
 from passes.contract.errors import CaptureError, PolicyError
 from reports.zoo import BY_NAME
 from tests.support.helpers import matrix

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import fxamp
+from fxamp.observe.workload import given_step
 from fxamp.trust.error.runs import Subject
 from fxamp.trust.error.tune import Charges
-from fxamp.trust.given_step import given_step
 from passes.contract.plan import CERTIFICATE
 from reports.zoo import BY_NAME
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import fxamp
+from fxamp.observe.workload import GivenStep, given_step
 from fxamp.trust.error.emulation import Site
 from fxamp.trust.error.rounding import error, nearest, stochastic, ulp
 from fxamp.trust.error.runs import POLICIES, Subject
 from fxamp.trust.error.variances import Unrounded, moved_by
-from fxamp.trust.given_step import GivenStep, given_step
 from reports.zoo import BY_NAME
 from tests.support.helpers import Layers, matrix
 

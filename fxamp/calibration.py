@@ -24,7 +24,7 @@ from passes.contract.plan import Plan
 from passes.contract.plan_format import LONGEST, strictly, write_text
 from passes.contract.policy import Policy
 
-from ..errors import in_short
+from .errors import in_short
 
 LARGEST = float(torch.finfo(torch.float16).max)  # 65504
 ROOM = 8.0  # a value that was seen beyond this part of the largest number may overflow on another batch

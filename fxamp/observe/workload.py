@@ -21,7 +21,7 @@ from passes._torch import pytree
 from passes.contract.errors import CaptureError, PolicyError
 
 from ..errors import NoLossError, NotAModuleError
-from .preserved import fresh, same_attributes, same_random_state
+from .snapshot import fresh, same_attributes, same_random_state
 from .tensors import held, kept
 
 MEAN = "the loss was the mean of the float outputs: no loss was given, and the output has none"

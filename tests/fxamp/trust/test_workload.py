@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fxamp
 from fxamp.errors import NotAModuleError
-from fxamp.trust.given_step import given_step
+from fxamp.observe.workload import given_step
 from passes.contract.errors import CaptureError, PolicyError
 from tests.support.helpers import Layers
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from fxamp.report.forms import harmless
+from fxamp import harmless
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
-"""Capture a view before its first call, and check what was captured, without running the model.
+"""Check what was captured of a model: run it on twins, copies of the model that share its parameters.
 
-The capture is that of a real call with real inputs, in which graphs are stored and none of them runs. The check runs
-twins: copies of the model that share its parameters, and have buffers and Python state of their own.
+Buffers and Python state are a twin's own.
 
     captured graphs, unconverted    under the view's autocast, on one twin
     the model's own code            under the same autocast, on another
@@ -9,12 +8,10 @@ twins: copies of the model that share its parameters, and have buffers and Pytho
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
-import re
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,131 +20,28 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from passes._torch import pytree
-from passes.contract.errors import CaptureError, FxampError, PlanError
-from passes.contract.plan import Plan
-from passes.contract.plan_format import REMEDY
-from passes.contract.policy import check_used
+from passes.contract.errors import FxampError
 from passes.graph.aliases import Aliases
 from passes.graph.values import LOW_DTYPES
-from passes.ops import ops
 
-from .._torch import OWN_CACHE, current_backward, dynamo_errors, forget_compiled
-from ..capture.backend import graphs_in, recompute_as_written
+from .._torch import OWN_CACHE, current_backward, forget_compiled
+from ..capture.backend import recompute_as_written
 from ..capture.call import Call, begin
 from ..capture.inputs import Inputs
 from ..errors import NotFaithfulError, in_short
-from ..trust.preserved import fresh, same_attributes, same_random_state
-from ..trust.tensors import dense, kept, same
-from .function import Captured, Entry
-from .graphs import views_in
-from .replay import place_of
+from ..observe.snapshot import fresh, same_random_state
+from ..observe.tensors import dense, same
+from .function import Entry
 from .runner import RUN, Runner
-from .state import STATES, in_state, state_of
 
 logger = logging.getLogger(__name__)
 
-_GOT = re.compile(r": got (.*)")  # what an op raised, in the text of Dynamo's error
 GRADIENT_TOLERANCE = 1e-6
 ROUNDING = 1e-3  # the relative norm, without autocast, up to which a capture that differs is used
 
 
-class _NoTwinError(Exception):
+class NoTwinError(Exception):
     """There is no copy of the model to run, or it does not run."""
-
-
-def capture_states(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Capture the present state of a view's model, and the others: train and eval, with gradients and without.
-
-    The present state has to be captured; of another one that cannot be, the plan says why.
-
-    Raises:
-        CaptureError: as `capture`.
-    """
-    model = runner.model
-    present = state_of(model)
-    capture(runner, args, kwargs, check=False)
-    for state in STATES:
-        if state == present:
-            continue
-        try:
-            with in_state(model, state):
-                capture(runner, args, kwargs, check=False)
-        except Exception as e:  # whatever a model raises in a mode that it is not made for
-            logger.warning("fxamp: %s is not captured in %s: %s", type(model).__name__, state, in_short(e))
-            runner.note(f"not captured in {state}: {in_short(e)}")
-
-
-def capture(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], check: bool | str = True) -> None:
-    """Capture the present state of a view's model, and check it, as `convert` says.
-
-    Raises:
-        CaptureError: the model rejects the inputs; or a captured graph does not compute what the model computes, and
-            what `torch.compile` does is right.
-        PlanError: the plan that is replayed is of another model.
-        PolicyError: an override of the policy matches nothing.
-    """
-    first, model = len(runner.entries), runner.model
-    # Python runs the model itself where Dynamo leaves code to it.
-    with same_random_state(), same_attributes(model), kept(model.buffers()), contextlib.suppress(Captured):
-        try:
-            runner(args, kwargs, does="capture")
-        except (TypeError, RuntimeError) as e:
-            # By torch 2.15 an op that fails breaks the graph, and the model raises the error itself.
-            if type(e) not in (TypeError, RuntimeError, dynamo_errors().TorchRuntimeError):
-                raise
-            why = _GOT.search(str(e))
-            said = why[1] if why else in_short(e)
-            way_out = f" ({advice})" if (advice := runner.of_autocast(said)) else ""
-            raise CaptureError(f"{type(runner.model).__name__} rejects the example inputs: {said}{way_out}") from e
-    broken = any(entry.converted.broke for entry in runner.entries[first:])
-    if len(runner.entries) == first:
-        return
-    try:
-        run = partial(_run, runner, (args, kwargs), _written(runner.entries[first:]))
-        if broken and (runner.policy.ops or runner.policy.modules):
-            run("run", False)  # an override may change the dtype of what crosses the break, and so the graph after it
-            runner.note(
-                "not checked: it is captured in several graphs, and overrides change what goes from one to another"
-            )
-        elif check or broken:
-            _check(runner, run, check)
-    except _NoTwinError as e:
-        runner.complete = runner.complete and not broken
-        what = "checked" if not broken else "checked, and what comes after its first graph break not captured"
-        note = f"not {what}: {e}"
-        logger.warning("fxamp: %s is %s", type(runner.model).__name__, note)
-        runner.note(note)
-    if runner.replayed is None:
-        _refuse_unmatched_ops(runner)
-        runner.say_idle_overrides()
-    elif broken:
-        _refuse_unfit(runner, runner.replayed)
-
-
-def _refuse_unmatched_ops(runner: Runner) -> None:
-    """Raise PolicyError where an override by op matches nothing in the graphs of a view."""
-    graphs = [entry.captured for entry in runner.entries]
-    nodes = (n for gm in graphs for part in graphs_in(gm) for n in part.graph.nodes)
-    found = {ops.name(n) for n in nodes if n.op.startswith("call")}
-    found |= {name for entry in runner.entries for d in entry.converted.plan.decisions for name in (d.op, d.key)}
-    check_used(replace(runner.policy, modules=()), (), found)
-
-
-def _refuse_unfit(runner: Runner, plan: Plan) -> None:
-    """Raise PlanError where the plan of a model in several graphs has nodes that none of them has."""
-    state = state_of(runner.model)
-    at = place_of(plan, state)
-    if at is None and plan.states:
-        return
-    ours = {d.key for e in runner.entries if e.state == state for d in e.converted.plan.decisions}
-    theirs = (plan.part(at) if at is not None else plan).decisions
-    inside = tuple(prefix for prefix, each in views_in(runner) if each is not runner)  # these have their own plans
-    missing = [d.key for d in theirs if d.key not in ours and not d.key.startswith(inside)]
-    if missing:
-        raise PlanError(
-            f"the plan does not fit this model: it decides on a node that the model does not have: {missing[0]}; "
-            f"{len(missing)} missing. {REMEDY}"
-        )
 
 
 @dataclass(frozen=True)
@@ -163,7 +57,7 @@ class _Run:
     read: frozenset[tuple[int, int]] = frozenset()
 
 
-def _written(entries: Sequence[Entry]) -> frozenset[str]:
+def parameters_written(entries: Sequence[Entry]) -> frozenset[str]:
     """Return the names of the parameters that captured graphs write."""
     found: set[str] = set()
     for entry in entries:
@@ -172,7 +66,15 @@ def _written(entries: Sequence[Entry]) -> frozenset[str]:
     return frozenset(found)
 
 
-def _check(runner: Runner, run: Callable[..., _Run], check: bool | str) -> None:
+def check_capture(runner: Runner, run: Callable[..., _Run], check: bool | str) -> None:
+    """Compare what was captured with the model itself; a difference that is torch.compile's own is a note of the plan.
+
+    `run` is `run_twin` for these inputs. Without a `check` it only runs the graphs.
+
+    Raises:
+        NotFaithfulError: what was captured differs, and what torch.compile captures does not.
+        NoTwinError: there is nothing to compare with.
+    """
     graded = check is True and not runner.policy.level.rounds and torch.is_grad_enabled()
     if not check:  # only to capture what comes after a graph break
         run("graphs", graded)
@@ -181,10 +83,10 @@ def _check(runner: Runner, run: Callable[..., _Run], check: bool | str) -> None:
         expected = run("model", graded)
         if expected.gradients == {}:
             graded, expected = False, run("model", False)
-    except (FxampError, _NoTwinError, torch.OutOfMemoryError):
+    except (FxampError, NoTwinError, torch.OutOfMemoryError):
         raise
     except Exception as e:  # autocast mixes dtypes, and its kernels refuse numbers: a graph may run where it does not
-        raise _NoTwinError(f"the model itself raises under autocast ({in_short(e)})") from e
+        raise NoTwinError(f"the model itself raises under autocast ({in_short(e)})") from e
     difference = _difference(expected, run("graphs", graded, against=expected))
     if not difference:
         return
@@ -211,7 +113,7 @@ def _check(runner: Runner, run: Callable[..., _Run], check: bool | str) -> None:
     runner.note(note)
 
 
-def _run(
+def run_twin(
     runner: Runner, inputs: Inputs, written: frozenset[str], what: str, graded: bool, against: _Run | None = None,
     exact: bool = False,
 ) -> _Run:  # fmt: skip
@@ -232,7 +134,7 @@ def _run(
                 outputs = _called(runner, twin, given, named, compiled=what != "model", exact=exact)
             gradients = _gradients(outputs, twin, None if against is None else against.gradients) if graded else None
     except torch.OutOfMemoryError as e:
-        raise _NoTwinError("there is not enough memory to run it beside itself") from e
+        raise NoTwinError("there is not enough memory to run it beside itself") from e
     finally:
         begin(before)
     leaves = pytree.tree_leaves(outputs)
@@ -276,13 +178,13 @@ def _called(runner: Runner, twin: nn.Module, args: Any, kwargs: Any, compiled: b
 def twin_of(model: nn.Module, written: Collection[str] = ()) -> nn.Module:
     """Return a copy of a model, with its parameters except those `written`; buffers and Python state are its own."""
     if any(type(p).__name__ == "DTensor" for p in model.parameters()):
-        raise _NoTwinError("its parameters are sharded")
+        raise NoTwinError("its parameters are sharded")
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
-        raise _NoTwinError("it is on the meta device")
+        raise NoTwinError("it is on the meta device")
     try:
         return copy.deepcopy(model, {id(p): p for name, p in model.named_parameters() if name not in written})
     except Exception as e:  # whatever a class raises that does not let itself be copied
-        raise _NoTwinError(f"it cannot be copied ({in_short(e)})") from e
+        raise NoTwinError(f"it cannot be copied ({in_short(e)})") from e
 
 
 Gradients = dict[str, Tensor | None]
