@@ -13,16 +13,7 @@ from torch import nn
 
 from passes.contract.devices import DEVICES
 from passes.contract.errors import PolicyError
-from passes.contract.policy import (
-    Level,
-    Override,
-    Policy,
-    Stack,
-    check_used,
-    module_override,
-    op_override,
-    type_names,
-)
+from passes.contract.policy import Level, Override, Policy, Stack, check_used, module_override, op_override, type_names
 
 STACK: Stack = [
     ("", ("models.Net", "torch.nn.Module")),

@@ -130,6 +130,19 @@ def test_one_op_and_a_sentence_are_no_collection(source: str) -> None:
     assert not list(collections(source))
 
 
+def test_the_compiler_asks_rows_and_compares_no_name_of_an_op() -> None:
+    compared = [
+        f"{p.relative_to(ROOT)}:{n.lineno}: {ast.unparse(n)}"
+        for p in FILES
+        if ROOT / "passes" in p.parents
+        for n in ast.walk(ast.parse(p.read_text("utf-8")))
+        if isinstance(n, ast.Compare) and "name" in ast.unparse(n.left)
+        for e in n.comparators
+        if isinstance(e, ast.Constant) and isinstance(e.value, str) and op_named(e.value)
+    ]
+    assert compared == [], "make it a column of passes/ops/table/row.py, and ask row_of(node)"
+
+
 def test_no_op_has_two_rows() -> None:
     from passes.ops import rules
 
