@@ -35,7 +35,7 @@ from passes.contract.errors import FxampError  # noqa: E402
 from reports.made import made, write  # noqa: E402
 from reports.trial.generate import generate, runs  # noqa: E402
 from reports.trial.interrupted import KINDS, interrupted  # noqa: E402
-from reports.trial.judge import FAILURES, Subject, judged, quiet  # noqa: E402
+from reports.trial.judge import FAILURES, TORCH, Subject, judged, quiet  # noqa: E402
 from reports.trial.options import add_options  # noqa: E402
 from reports.trial.program import Program  # noqa: E402
 from reports.trial.runs import without_fused_layers  # noqa: E402
@@ -44,7 +44,9 @@ from reports.trial.workers import Found, Record, run_all  # noqa: E402
 WANTED, CALLS = 1000, 4
 RECORD = HERE.parent / "build" / "trial" / "breaks.jsonl"
 LEVELS = ("O0", "O1")
-KNOWN, SILENT, ALARM, REFUSED, RAISES = "known", "silent", "false alarm", "refused", "raises"
+KNOWN, SILENT, ALARM, REFUSED = "known", "silent", "false alarm", "refused"
+RAISES, ITSELF = "raises", "the model or torch.compile raises"
+NOTED = "read behind the break, and so handed out low, as the plan notes"
 
 
 def what_ran(program: Program, limit: int | None) -> tuple[str, str]:
@@ -66,7 +68,7 @@ def what_ran(program: Program, limit: int | None) -> tuple[str, str]:
         except FxampError as e:
             return REFUSED, f"{type(e).__name__}: {e}".partition("\n")[0]
         except Exception as e:
-            return RAISES, f"{type(e).__name__}: {e}".partition("\n")[0]
+            return ITSELF if _raises(*program.build()) else RAISES, f"{type(e).__name__}: {e}".partition("\n")[0]
         plan = fxamp.plan_of(view)
     alarms = [text for text in said if "did not run" in text or "left to Python" in text]
     outside = [str(d) for d in census.differences]
@@ -75,6 +77,29 @@ def what_ran(program: Program, limit: int | None) -> tuple[str, str]:
     if alarms and not outside:
         return ALARM, alarms[0]
     return KNOWN, (alarms or [""])[0]
+
+
+def _raises(model: Any, args: tuple[Any, ...]) -> bool:
+    """Say whether a model raises in the same calls under autocast, and a backward."""
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            for i in range(CALLS):
+                model.turn = str(i)
+                output = model(*_copies(args))
+        _any_loss(output).backward()
+    except Exception:
+        return True
+    return False
+
+
+def _is_noted(program: Program) -> bool:
+    """Say whether the plan of a program notes that an output is low, since something behind a break read it."""
+    torch._dynamo.reset()
+    model, args = program.build()
+    with quiet(), without_fused_layers():
+        view = fxamp.convert(model, policy="O1,dtype=bf16")
+        view(*args)
+        return any("is handed out in 16 bits" in note for note in fxamp.plan_of(view).notes)
 
 
 def _copies(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -127,6 +152,11 @@ def work(case: str) -> Found:
     if kind not in ("early exit", "guards"):  # these return something else, call by call
         model, args = program.build()
         values = {level: [v.kind, v.why] for level, v in judged(Subject(model, args), "view", LEVELS).items()}
+        kind_of_o1, why = values["O1"]
+        if kind_of_o1 == "mismatch" and why.endswith("is torch.bfloat16, not torch.float32") and _is_noted(program):
+            values["O1"] = [NOTED, why]
+        if known[0] == RAISES and values["O0"][0] == TORCH:
+            known = ITSELF, known[1]
     return {"found": {"kind": kind, "ran": known, "values": values}}
 
 
@@ -165,7 +195,7 @@ def summary(found: dict[str, Found]) -> dict[str, Any]:
 def to_markdown(data: dict[str, Any]) -> str:
     """Return the report: what is known of what ran, values, and every failure with its command."""
     counts = {(kind, ran): n for kind, ran, n in data["ran"]}
-    words = (KNOWN, REFUSED, SILENT, ALARM, RAISES)
+    words = (KNOWN, REFUSED, SILENT, ALARM, RAISES, ITSELF)
     ran = tabulate([(k, *(counts.get((k, word), 0) for word in words)) for k in KINDS], ("what", *words), "pipe")
     values = tabulate(data["values"], ("level", "beside autocast; at O0 beside eager", "programs"), "pipe")
     failures = [

@@ -12,6 +12,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from passes.contract.errors import CaptureError, PlanError
 from passes.contract.plan import Plan
 from passes.contract.plan_format import REMEDY
@@ -24,7 +26,7 @@ from ..capture.run import Captured
 from ..capture.state import STATES, in_state, state_of
 from ..errors import in_short
 from ..observe.snapshot import same_attributes, same_random_state
-from ..observe.tensors import kept
+from ..observe.tensors import kept, strided
 from .check import NoTwinError, check_capture, parameters_written, run_twin
 from .graphs import views_in
 from .replay import place_of
@@ -67,8 +69,9 @@ def capture(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], check
         PolicyError: an override of the policy matches nothing.
     """
     first, model = len(runner.graphs), runner.model
-    # Python runs the model itself where Dynamo leaves code to it.
-    with same_random_state(), same_attributes(model), kept(model.buffers()), contextlib.suppress(Captured):
+    # Python runs the model itself where Dynamo leaves code to it, and may write what it is called with.
+    inputs = [t for t in strided((args, kwargs)) if type(t) is Tensor]
+    with same_random_state(), same_attributes(model), kept((*model.buffers(), *inputs)), contextlib.suppress(Captured):
         try:
             runner(args, kwargs, does="capture")
         except (TypeError, RuntimeError) as e:

@@ -459,3 +459,22 @@ def test_a_batch_in_a_container_is_of_any_size_from_the_start() -> None:
     for rows in (5, 3, 7, 9):
         view({"x": example(rows), "y": [example(rows)]})
     assert len(fxamp.graphs(view)) == 1
+
+
+def test_to_capture_leaves_the_inputs_as_they_were_where_python_runs_the_model() -> None:
+    def writes(self: Any, x: Tensor) -> Any:
+        h = self.l(x)
+        x.add_(1)
+        return self.m(recursing(lambda: h, 300))
+
+    model, x = Two(writes), example()
+    before = x.clone()
+    with torch.no_grad():
+        view = fxamp.convert(model, (x,), policy="O0")
+        assert torch.equal(x, before)
+        view(x)
+    assert torch.equal(x, before + 1)
+
+
+def recursing(make: Callable[[], Tensor], depth: int) -> Tensor:
+    return make() if not depth else recursing(make, depth - 1)
