@@ -18,12 +18,14 @@ from passes.contract.policy import Policy
 
 from ._torch import original_of
 from .calibration import Calibration
-from .capture import compiled
 from .capture.backend import Inner, refuse_unmatched, require_inner, split
 from .capture.emitted import record_on
-from .capture.given import convert_given, store_low
+from .capture.graphs import graphs_of as graphs_in_place
+from .capture.graphs import is_compiled, together
+from .capture.graphs import plan_of as plan_in_place
 from .capture.inputs import Inputs, as_inputs, resolve
 from .capture.parameters import only_read
+from .capture.user_graph import convert_graph, store_low
 from .errors import NotAModuleError
 from .measure.fastest import fastest_plan, measured_costs
 from .view.capture import capture as capture_view
@@ -203,7 +205,7 @@ def _graph(
     costs = None
     if policy.cost == "measured" and replayed is None:
         costs = measured_costs(policy, model.module() if isinstance(model, ExportedProgram) else model, inputs)
-    made = convert_given(model, inputs, policy, replayed, costs=costs)
+    made = convert_graph(model, inputs, policy, replayed, costs=costs)
     if weights == "low":
         store_low(made)
     return made
@@ -226,7 +228,7 @@ def _view(
     view = make_view(model, policy, **{**settings, "replayed": replayed})
     measured = policy.cost == "measured" and replayed is None
     if measured:
-        runner_of(view).costs = measured_costs(policy, model, inputs)
+        runner_of(view).graphs.costs = measured_costs(policy, model, inputs)
     if inputs is not None:
         capture_view(runner_of(view), *inputs, check)
     if not measured or inputs is None:
@@ -296,9 +298,9 @@ def plan_of(module: nn.Module) -> Plan:
     parts = converted_in(module)
     if parts and parts[0][0] == "":
         return _plan_of_one(parts[0][1])
-    if parts and not compiled.is_compiled(module):
-        return compiled.together([(f"{path}.", _plan_of_one(part)) for path, part in parts])
-    return compiled.plan_of(module)
+    if parts and not is_compiled(module):
+        return together([(f"{path}.", _plan_of_one(part)) for path, part in parts])
+    return plan_in_place(module)
 
 
 def _plan_of_one(part: nn.Module) -> Plan:
@@ -344,7 +346,7 @@ def graphs(module: nn.Module) -> tuple[GraphModule, ...]:
     """
     parts = converted_in(module)
     if not parts:
-        return tuple(entry.graph for entry in compiled.entries(module))
+        return tuple(graph.emitted for graph in graphs_in_place(module))
     made: list[GraphModule] = []
     for _, part in parts:
         made += graphs_of(runner_of(part)) if is_view(part) else (part,)
@@ -368,7 +370,7 @@ def _refuse(model: Any) -> None:
             f"this {kind} is what torch.compile returned: convert the original model; backend=, mode= and options= of "
             "fxamp.convert say what compiles its graphs."
         )
-    if compiled.is_compiled(model):
+    if is_compiled(model):
         raise CaptureError(
             f"this {kind} is compiled in place, by its compile(): use it as it is, or convert a copy "
             "(copy.deepcopy(model) is not compiled)."

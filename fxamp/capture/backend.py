@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph as FxGraph
+from torch.fx import GraphModule, Node
 
 from passes._torch import FakeTensor
 from passes.contract.costs import CostModel
@@ -28,22 +29,25 @@ from passes.contract.policy import Policy, check_used, nearest, type_names
 from passes.graph.grad import requires_grad
 from passes.graph.notes import Origin, Origins, buffer_origin
 from passes.graph.outputs import read_outputs
-from passes.graph.values import described, no_autocast, retyped
+from passes.graph.values import LOW_DTYPES, described, no_autocast, retyped
 from passes.ops import ops
 from passes.ops.rules import row_of
 from passes.runtime.casts import CAST, again
 from passes.runtime.regions import recompute
 
 from .._torch import inner_backend, is_number_input, on_recompile_limit, trace_artifact
-from ..observe.watch import node_by_node
-from . import compiled, recompile_limit
-from .capture_jit import ambient_dtype, attribute_of, describe, is_attribute, is_held, is_returned, parameter_path
-from .described import Described
-from .emitted import at_call
+from ..observe.watch import Compile
+from . import recompile_limit
+from .call import current
+from .describe import ambient_dtype, describe
+from .graph import Described, Graph, attribute_of, break_of, copied, graphs_in, inputs_of, is_attribute, is_held
+from .graphs import compiled_in_place
 from .inputs import first_device
-from .outputs import low_of_its_own, note_leaving
+from .outputs import note_leaving, own_values
 from .parameters import opaque_parameters, refuse_low_parameters
+from .run import GraphCall, Kept
 from .scope import Scope, is_gathered, is_training, scope
+from .state import TRAINED, state_of
 
 logger = logging.getLogger(__name__)
 Inner = str | Callable[..., Any]
@@ -90,16 +94,15 @@ class Backend:
             ours, rest = split(options)
             given = {"policy": self.policy, "backend": self.backend, "mode": mode or self.mode}
             return backend(**{**given, **ours}, options={**dict(self.options), **rest})(gm, example_inputs)
-        if self.backend == "eager":
-            recompute_as_written(gm)
-        converted, outputs = rewrite(gm, example_inputs, self.policy)
-        compiled.record(converted, example_inputs, scope())
-        inner = inner_of(gm.graph, self.backend)
-        run = run_by(inner, self.mode, dict(self.options), gm, example_inputs, converted)
-        return at_call(run, converted, example_inputs, outputs, compiled.reused)
+        graph, inner = rewrite(gm, example_inputs, self.policy, eager=self.backend == "eager"), self.backend
+        inner = inner_of(gm.graph, inner)
+        graph = replace(graph, kept=None if inner == "eager" else Kept(inner))
+        graph = compiled_in_place(graph, scope()).add(graph)
+        run, again = compile_by(inner, self.mode, dict(self.options), gm, example_inputs)
+        return GraphCall(graph, gm, run, again, example_inputs, graph.plan.policy.device or "cpu")
 
 
-def inner_of(graph: Graph, inner: Inner) -> Inner:
+def inner_of(graph: FxGraph, inner: Inner) -> Inner:
     """Return what compiles an emitted graph: "eager" in the place of what AOTAutograd fails at.
 
     It does at a recurrent layer whose weights have gradients and whose input has none; by default Dynamo leaves every
@@ -114,22 +117,24 @@ def inner_of(graph: Graph, inner: Inner) -> Inner:
     return inner
 
 
-def run_by(
-    inner: Inner, mode: str | None, options: Mapping[str, Any], gm: GraphModule, inputs: Sequence[Any],
-    converted: compiled.Converted,
-) -> Callable[..., Any]:  # fmt: skip
-    """Have the inner backend compile an emitted graph; return what runs it, and lets a watch see it."""
+def compile_by(
+    inner: Inner, mode: str | None, options: Mapping[str, Any], gm: GraphModule, inputs: Sequence[Any]
+) -> tuple[Callable[..., Any], Compile]:
+    """Have the inner backend compile an emitted graph; return what runs it, and what compiles it once more.
+
+    The latter takes further options, and inputs.
+    """
     if inner != "eager":
         leave_sharing_to_the_compiler(gm)
     with no_autocast(), _casts_by_method(gm) if inner == "eager" else contextlib.nullcontext():
         run = inner_backend(inner, mode, {**options})(gm, inputs)
 
-    def compile(more: Mapping[str, Any], given: Sequence[Any]) -> Any:
+    def again(more: Mapping[str, Any], given: Sequence[Any]) -> Any:
         known = [n.meta.get("example_value") for n in gm.graph.find_nodes(op="placeholder")]
         kept = [a if isinstance(a, (FakeTensor, torch.SymInt)) else b for a, b in zip(known, given, strict=True)]
         return inner_backend(inner, mode, {**options, **more})(gm, kept)  # for the sizes that it was captured for
 
-    return node_by_node(run, gm, converted, inner, compile)
+    return run, again
 
 
 @contextlib.contextmanager
@@ -169,11 +174,6 @@ def recompute_as_written(gm: GraphModule) -> None:
             node.target, node.kwargs = recompute, {**node.kwargs, "held": places}
         if recomputed:
             part.recompile()
-
-
-def graphs_in(gm: GraphModule) -> list[GraphModule]:
-    """Return a graph and those inside it."""
-    return [part for part in gm.modules() if isinstance(part, GraphModule)]
 
 
 def backend(
@@ -251,33 +251,48 @@ def split(options: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, 
 
 
 def rewrite(
-    gm: GraphModule, example_inputs: list[Any], policy: Policy, *,
-    runs_on: str | None = None, in_region: bool = False,
-    replayed: Callable[[Graph], tuple[Plan | None, bool]] | None = None,
-    costs: CostModel | None = None,
-) -> tuple[compiled.Converted, dict[int, torch.dtype]]:  # fmt: skip
-    """Convert a graph from Dynamo, in place; return the decisions, and the outputs' dtypes in the model itself.
+    gm: GraphModule, inputs: list[Any], policy: Policy, *,
+    method: str = "", eager: bool = False, runs_on: str | None = None, in_region: bool = False,
+    replayed: Callable[[FxGraph], tuple[Plan | None, bool]] | None = None,
+    costs: CostModel | None = None, alone: Sequence[Any] | None = None,
+) -> Graph:  # fmt: skip
+    """Convert a graph from Dynamo, in place; return what is known of it.
 
-    A device and a dtype that the policy leaves open are those of the inputs and of the surrounding autocast; `runs_on`
-    is the kind of device of the autocast that was on while Dynamo traced, if the policy is for another one, and
-    `in_region` says that it was a region of the model's own in the policy's, which is in the graph. `replayed` gives
-    the plan to carry out for a described graph, and whether it is of this very graph.
+    Args:
+        gm: the graph.
+        inputs: what it is compiled for.
+        policy: a device and a dtype that it leaves open are those of the inputs and of the surrounding autocast.
+        method: the method that is captured, "" for a call.
+        eager: it runs node by node, so what it recomputes is recomputed as the author's code does.
+        runs_on: the kind of device of the autocast that was on while Dynamo traced, if the policy is for another one.
+        in_region: that was a region of the author's own, in the policy's device, which is in the graph.
+        replayed: gives the plan to carry out for a described graph, and whether it is of this very graph.
+        costs: what the cut is told that things cost; None for bytes.
+        alone: the dtypes of the outputs in a trace of the model without autocast.
+
+    Raises:
+        PolicyError: the policy does not fit the model.
     """
+    if eager:
+        recompute_as_written(gm)
+    captured, found = copied(gm), scope()
+    if not eager:
+        recompute_as_written(captured)
     places = gm.graph.find_nodes(op="placeholder")  # torch may put the switch of a region before them
-    named = [(parameter_path(n), v) for n, v in zip(places, example_inputs, strict=False)]
+    known = inputs_of(gm, inputs, {} if found is None else found.names)
+    named = [(given.path, v) for given, v in zip(known, inputs, strict=True)]
     notes = (*refuse_low_parameters(named, is_training(), is_gathered), *opaque_parameters(named))
-    values = [v for n, v in zip(places, example_inputs, strict=False) if not is_number_input(n)]
+    values = [v for given, v in zip(known, inputs, strict=True) if given.kind != "number"]
     device = policy.device or first_device(sorted(values, key=lambda v: not isinstance(v, nn.Parameter)))
     origins = Origins()
-    for node, value in zip(places, example_inputs, strict=False):
+    for node, value in zip(places, inputs, strict=True):
         origins[node] = _origin_of_input(node, value)
         if isinstance(value, torch.Tensor):  # torch may have split the graph into parts, after another trace
             for key in {"example_value", "val"} & node.meta.keys():
                 node.meta[key] = retyped(node.meta[key], value.dtype)
-    found = scope()
     if found is not None:
         refuse_unmatched(policy, found.root)
-    leaves = note_leaving(gm.graph, origins)
+    note_leaving(gm.graph, origins)
     here = runs_on or device
     on = not in_region and torch.is_autocast_enabled(here)
     settled = policy.dtype if in_region else None
@@ -285,9 +300,12 @@ def rewrite(
     dtype = policy.dtype or ambient or torch.get_autocast_dtype(device)
     resolved = replace(policy, device=device, dtype=dtype)
     under = on or ambient is not None
-    holds, given = _held_and_given(gm, example_inputs, found, dtype, leaves, origins)
+    stays = any(given.kind == "parameter" and v.dtype in LOW_DTYPES for given, v in zip(known, inputs, strict=True))
+    crossed = _crossed(gm, inputs, found, origins, dtype)
     with no_autocast():
-        outputs = describe(gm, origins, scope=found, ambient=under, policy=resolved, holds=holds, given=given - holds)
+        own = describe(
+            gm, origins, scope=found, ambient=under, policy=resolved, crossed=crossed, alone=alone, stays=stays
+        )
     read = read_outputs(gm.graph) if policy.level.rounds else ()
     if not under and policy.level.rounds:
         notes = (*notes, _WITHOUT_AUTOCAST)
@@ -300,8 +318,8 @@ def rewrite(
     gm.recompile()
     on_recompile_limit(recompile_limit.notice)
     trace_artifact("fxamp_precision", plan.to_json)
-    converted = compiled.converted_of(gm, plan, example_inputs, found, autocast=under)
-    return replace(converted, read=read, described=described), outputs
+    state = TRAINED if found is None else state_of(found.root, method)
+    return Graph(copied(gm), plan, captured, described, known, state, break_of(gm), autocast=under, read=read, own=own)
 
 
 def _origin_of_input(node: Node, value: Any) -> Origin:
@@ -310,17 +328,16 @@ def _origin_of_input(node: Node, value: Any) -> Origin:
     return Origin(role="parameter" if isinstance(value, nn.Parameter) else "number" if is_number_input(node) else "")
 
 
-def _held_and_given(
-    gm: GraphModule, example_inputs: list[Any], found: Scope | None, low: torch.dtype, leaves: bool, origins: Origins
-) -> tuple[set[Node], set[Node]]:
-    """Return the inputs that the model holds or has made low, and those that it was called with."""
-    model, passed = (nn.Module(), ()) if found is None else (found.root, found.given)
-    pairs = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=False)
-    values = {n: v for n, v in pairs if isinstance(v, torch.Tensor)}
-    given = {n for n, v in values.items() if any(v is leaf for leaf in passed)}
-    is_own = low_of_its_own(model, passed, low, warns=leaves)
-    own = {n for n, v in values.items() if n not in given and is_own(v, returned=is_returned(n))}
-    return {n for n in values if origins[n].role} | own, given
+def _crossed(gm: GraphModule, inputs: list[Any], found: Scope | None, origins: Origins, low: torch.dtype) -> set[Node]:
+    """Return the low inputs that crossed a graph break and are low by autocast: a graph of the call made them.
+
+    Of what Python has made between two graphs that is not known; in a model with low weights it is taken for low.
+    """
+    call, (model, given) = current(), (nn.Module(), ()) if found is None else (found.root, found.given)
+    is_own = own_values(model, given, low, {} if call is None else call.own)
+    pairs = zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)
+    values = [(n, v) for n, v in pairs if isinstance(v, torch.Tensor) and v.dtype in LOW_DTYPES and not origins[n].role]
+    return {n for n, v in values if not is_own(v)}
 
 
 def refuse_unmatched(policy: Policy, model: nn.Module) -> None:

@@ -27,6 +27,7 @@ class Call:
         again: why frames were captured again, in Dynamo's words.
         refused: the code of the model that Python ran and that can compute, each with its place and the cause.
         read: the low values with gradients, by identity, that something else was computed from behind them.
+        own: what graphs made low, by identity, and whether it is low without autocast too.
         made: what the graphs that ran have given, where one is not the whole of the call.
         modes: dispatch modes that are off while Dynamo captures, and on while graphs run.
     """
@@ -42,6 +43,7 @@ class Call:
     again: dict[str, None] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
     read: dict[int, torch.Tensor] = field(default_factory=dict)
+    own: dict[int, tuple[torch.Tensor, bool]] = field(default_factory=dict)
     made: list[weakref.ref[Any]] = field(default_factory=list)
     modes: list[Any] = field(default_factory=list)
 

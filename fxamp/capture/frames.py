@@ -25,13 +25,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from passes._torch import pytree
 from passes.contract.errors import CaptureError
+from passes.graph.values import no_autocast
 
 from .._torch import OWN_CACHE, compile_records, dynamo_errors, dynamo_is_disabled, dynamo_settings
 from ..errors import in_short
 from .call import Call, current
+from .graph import break_of
 from .one_step import fakes_of_one_step
 
 CEILING = 256  # graphs of one code, as torch has it for all uses of a code together
@@ -62,14 +65,20 @@ class Frames:
     Attributes:
         call: the function, compiled.
         refused: the codes that are left to Python, each with its place and the cause; "" for one that computes nothing.
+        alone: the dtypes of the function's outputs in a trace without autocast, by which nothing runs; None if it was
+            not asked for, fails, or ends at a break, which `unknown` says.
         outside: the codes behind breaks at which Python computes something, each with the place of the break.
         news: what of `outside` no call has said yet.
     """
 
     def __init__(
-        self, function: Callable[..., Any], backend: Callable[..., Any], model: Callable[[], nn.Module],
-        settings: Callable[[], dict[str, Any]], *, dynamic: bool | None = None, fullgraph: bool = False,
+        self, function: Callable[..., Any], backend: Callable[..., Any], model: nn.Module,
+        settings: Callable[[], dict[str, Any]], *, asks: Callable[[], bool] = lambda: False,
+        dynamic: bool | None = None, fullgraph: bool = False,
     ) -> None:  # fmt: skip
+        self.alone: list[torch.dtype | None] | None = None
+        self.unknown = ""
+        self._asks, self._asking = asks, False
         self.refused: dict[CodeType, str] = {}
         self.outside: dict[CodeType, str] = {}
         self.news: list[str] = []
@@ -91,6 +100,26 @@ class Frames:
         self.refused = {
             code: text for code, text in self.refused.items() if refused is not None and text not in refused
         }
+
+    def asked(self, gm: GraphModule) -> bool:
+        """Say whether a graph is traced to be asked for the dtypes of its outputs alone, which it is then."""
+        if self._asking:
+            outputs: Any = gm.graph.output_node().args[0]
+            values = [getattr(n, "meta", {}).get("example_value") for n in outputs]
+            self.unknown = f"there is a graph break at {broke}" if (broke := break_of(gm)) else ""
+            self.alone = None if broke else [getattr(value, "dtype", None) for value in values]
+        return self._asking
+
+    def _ask(self, trace: Callable[[], Any]) -> None:
+        """Trace the function without autocast."""
+        self.alone, self._asking, self.unknown = None, True, "there is a graph break"
+        try:
+            with no_autocast():
+                trace()
+        except Exception as e:  # whatever an op raises for operands of several dtypes
+            self.unknown = f"without autocast {in_short(e)}"
+        finally:
+            self._asking = False
 
     def __call__(self, frame: Any, entry: Any, state: Any) -> Any:
         """Compile a frame, or leave it to Python."""
@@ -159,6 +188,8 @@ class Frames:
         try:
             try:
                 with _tracing(settings):
+                    if frame.f_code is self._code and self._asks():
+                        self._ask(lambda: self._inner(frame, entry, state))
                     return self._inner(frame, entry, state)
             except errors.RecompileError as e:
                 if not _is_of_data(str(e)):
@@ -184,7 +215,7 @@ class Frames:
             return _left_to_python()
 
     def _refuse(self, code: CodeType, cause: str) -> None:
-        author = getattr(forward_of(type(self._model())), "__code__", code) if code is self._code else code
+        author = getattr(forward_of(type(self._model)), "__code__", code) if code is self._code else code
         self.refused[code] = f"{_place(author)}: {cause}"
 
     def _can_compute(self, code: CodeType, reason: str | None, frame: Any) -> bool:
@@ -199,7 +230,7 @@ class Frames:
     @functools.cached_property
     def _forwards(self) -> frozenset[CodeType]:
         """The code of `forward` of the model's layers: of modules that hold parameters, or no other modules."""
-        layers = (m for m in self._model().modules() if m._parameters or not m._modules)
+        layers = (m for m in self._model.modules() if m._parameters or not m._modules)
         codes = (getattr(forward_of(type(layer)), "__code__", None) for layer in layers)
         return frozenset(code for code in codes if code is not None)
 

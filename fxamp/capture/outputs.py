@@ -5,38 +5,18 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import itertools
-import logging
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph
-from torch.utils.weak import WeakIdKeyDictionary
 
 from passes._torch import pytree
 from passes.graph.notes import Origins
 from passes.graph.values import LOW_DTYPES
 
 from ..observe.tensors import held
-
-logger = logging.getLogger(__name__)
-
-_OWN: Any = WeakIdKeyDictionary()  # the dtypes that values which left a graph have in the model itself
-
-
-def noted(outputs: Sequence[Any], own: Mapping[int, torch.dtype]) -> list[Any]:
-    """Note which dtypes outputs of a graph have in the model itself; under autocast they may have others.
-
-    The same tensor with another dtype becomes a view of it.
-    """
-    made = list(outputs)
-    for i, dtype in own.items():
-        if _OWN.setdefault(made[i], dtype) != dtype:
-            made[i] = made[i].view_as(made[i])
-            _OWN[made[i]] = dtype
-    return made
 
 
 def leaving(value: Any) -> Any:
@@ -59,47 +39,41 @@ def note_leaving(graph: Graph, origins: Origins) -> bool:
     return bool(calls)
 
 
-def low_of_its_own(model: nn.Module, inputs: Any, low: torch.dtype, *, warns: bool = True) -> Callable[..., bool]:
-    """Return what says whether a value is low in the model itself, where autocast's dtype is `low`.
+def holds_low(model: nn.Module) -> bool:
+    """Say whether a model has weights in 16 bits: then what is low without a trace to ask stays low."""
+    return any(p.dtype in LOW_DTYPES for p in model.parameters())
 
-    A note from its graph decides. Others are if the model holds them or was called with them, has nothing but low
-    values, or makes them of another low dtype. The model is searched for the first value that needs it. If `warns`, it
-    is said where that is a guess, since the model has low tensors beside others. A noted value is a guess as well if a
-    call between graphs `returned` it: a cast to the dtype that it has under autocast returns the same tensor.
+
+def meets_low(model: nn.Module, inputs: Any) -> bool:
+    """Say whether a model holds 16-bit tensors or is given any: whether one is low without autocast is to be asked."""
+    tensors = (*model.parameters(), *held(model).values(), *pytree.tree_leaves(inputs))
+    return any(isinstance(t, Tensor) and t.dtype in LOW_DTYPES for t in tensors)
+
+
+def own_values(
+    model: nn.Module, inputs: Any, low: torch.dtype, known: Mapping[int, tuple[Tensor, bool]]
+) -> Callable[[Tensor], bool]:
+    """Return what says whether a low value is low without autocast too, whose dtype is `low`.
+
+    Graphs have said so of those `known`, by identity. Others are if the model has low weights, holds the value or was
+    called with it, or if it has the other low dtype. The model is searched for the first value that needs it.
     """
 
     @functools.cache
-    def known() -> Mapping[int, torch.dtype]:
-        own = (t for t in held(model).values() if t.grad_fn is None)  # others it has kept in a call
-        return {id(t): t.dtype for t in (*pytree.tree_leaves(inputs), *own) if isinstance(t, Tensor)}
+    def stays() -> bool:
+        return holds_low(model)
 
-    def is_own(value: Tensor, *, returned: bool = False) -> bool:
-        noted = value in _OWN or value.dtype not in LOW_DTYPES
-        if noted and (not returned or value.dtype != low or _OWN.get(value) in LOW_DTYPES):
-            return _OWN.get(value) in LOW_DTYPES
-        if not noted and (value.dtype != low or is_low_throughout(model, inputs) or id(value) in known()):
-            return True
-        if warns and low in known().values():
-            _say_doubtful(type(model).__name__, low)
-        return False
+    @functools.cache
+    def passed() -> set[int]:
+        kept = (t for t in held(model).values() if t.grad_fn is None)  # others are of a call
+        return {id(t) for t in (*pytree.tree_leaves(inputs), *kept)}
+
+    def is_own(value: Tensor) -> bool:
+        if id(value) in known:
+            return known[id(value)][1]
+        return value.dtype != low or stays() or id(value) in passed()
 
     return is_own
-
-
-@functools.cache
-def _say_doubtful(name: str, low: torch.dtype) -> None:
-    logger.warning(
-        "fxamp: %s holds or is given %s tensors, and makes %s values between its graphs: they are taken to be FP32 in "
-        "the model itself, and what it returns of them is FP32. output_dtype='autocast' leaves them as they are.",
-        name, low, low,
-    )  # fmt: skip
-
-
-def is_low_throughout(model: nn.Module, inputs: Any) -> bool:
-    """Say whether all parameters, buffers and inputs are low; values made outside of graphs then are, too."""
-    held = itertools.chain(model.parameters(), model.buffers(), pytree.tree_leaves(inputs))
-    floats = (t.dtype in LOW_DTYPES for t in held if isinstance(t, Tensor) and t.is_floating_point())
-    return next(floats, False) and all(floats)
 
 
 def is_whole(value: object) -> bool:
@@ -130,8 +104,6 @@ def restored(
             continue
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             made[id(leaf)] = _restored_fields(leaf, is_own, made, read)
-        elif isinstance(leaf, Tensor) and leaf in _OWN:
-            made[id(leaf)] = leaf.to(_OWN[leaf])
         elif isinstance(leaf, Tensor) and leaf.dtype in LOW_DTYPES and not is_own(leaf):
             made[id(leaf)] = leaf.float()
     changed = [made.get(id(leaf), leaf) for leaf in leaves]

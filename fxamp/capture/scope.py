@@ -28,14 +28,14 @@ class Scope:
     Attributes:
         root: the compiled module.
         modules: paths in it, by identity as Dynamo writes it.
-        parameters: paths of parameters, by identity.
+        names: paths of parameters and buffers, by identity.
         inside: the modules around the code being captured: path and type, from the root to the innermost.
         given: the leaves of the inputs of the compiled module.
     """
 
     root: nn.Module
     modules: dict[str, str]
-    parameters: dict[int, str]
+    names: dict[int, str]
     inside: tuple[tuple[str, type], ...]
     given: tuple[Any, ...] = ()
 
@@ -59,7 +59,8 @@ def scope() -> Scope | None:
     parts = [p for p in modules.get(str(id(innermost)), "").split(".") if p]
     paths = [".".join(parts[:i]) for i in range(len(parts) + 1)]
     inside = tuple((path, type(root.get_submodule(path))) for path in paths)
-    return Scope(root, modules, {id(p): path for path, p in root.named_parameters()}, inside, given)
+    names = {id(t): path for path, t in (*root.named_parameters(), *root.named_buffers())}
+    return Scope(root, modules, names, inside, given)
 
 
 def is_training() -> bool:

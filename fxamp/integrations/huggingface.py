@@ -58,9 +58,10 @@ class FxampCallback(TrainerCallback):  # type: ignore[misc]
                 "returns, Trainer(fxamp.convert(model), ...)."
             )
         for path, part in parts:
-            if self.policy is not None and is_view(part) and runner_of(part).asked != self.policy:
+            asked = runner_of(part).graphs.asked if is_view(part) else self.policy
+            if self.policy is not None and asked != self.policy:
                 raise PolicyError(
-                    f"{path or type(part).__name__} is converted by {runner_of(part).asked}, and FxampCallback was "
+                    f"{path or type(part).__name__} is converted by {asked}, and FxampCallback was "
                     f"given {self.policy}: give both the same, or the callback none."
                 )
         if args.bf16 or args.fp16:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from passes.contract.errors import CaptureError
 from passes.contract.policy import Policy, check_used, module_override, type_names
 
-from ..capture.compiled import is_compiled
+from ..capture.graphs import is_compiled
 from ..convert import convert
 from ..train.given import scaler_of
 from ..train.scaler import LossScaler
@@ -207,7 +207,7 @@ class FxampPrecision(Precision):  # type: ignore[misc]
         """Raise for a layer that was called and ran no graph; say which were not called."""
         for path, view in self.views.items():
             runner = runner_of(view)
-            if runner.called and not runner.entries and next(runner.model.parameters(), None) is not None:
+            if runner.called and not runner.graphs and next(runner.model.parameters(), None) is not None:
                 raise CaptureError(
                     f"'{path}' ({type(runner.model).__name__}) was called, and no graph of it could be captured, so it "
                     "ran under autocast: TORCH_LOGS=graph_breaks says why, and modules= of the plugin can leave it out."

@@ -71,12 +71,12 @@ def measured_costs(policy: Policy, model: nn.Module, inputs: Inputs | None) -> M
 def fastest_plan(view: Any, inputs: Inputs) -> Plan:
     """Return the plan of a view with measured costs; at O2 that of O1 or of FP32 instead, if a step of it is faster."""
     runner = runner_of(view)
-    policy, model = runner.policy, runner.model
+    policy, model = runner.graphs.policy, runner.model
     if not policy.level.may_keep_products_fp32:
         return plan_of(runner)
     rivals: dict[str, Any] = {"O2": view}
     with contextlib.suppress(PolicyError):  # an override may name an op that only the graph of O2 has
-        rivals["O1"] = _captured(model, replace(policy, level=Level.O1), inputs, runner.costs)
+        rivals["O1"] = _captured(model, replace(policy, level=Level.O1), inputs, runner.graphs.costs)
     forced_low = any(colour == "low" for _, colour in (*policy.modules, *policy.ops))  # O0 ignores these
     if not forced_low:
         rivals["FP32"] = _captured(model, replace(policy, level=Level.O0, modules=(), ops=()), inputs, None)
@@ -89,7 +89,7 @@ def fastest_plan(view: Any, inputs: Inputs) -> Plan:
 
 def _captured(model: nn.Module, policy: Policy, inputs: Inputs, costs: CostModel | None) -> Any:
     view = make_view(model, policy)
-    runner_of(view).costs = costs
+    runner_of(view).graphs.costs = costs
     capture(runner_of(view), *inputs, check=False)
     return view
 

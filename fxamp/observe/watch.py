@@ -127,7 +127,7 @@ class Ran:
     """One graph that ran.
 
     Attributes:
-        converted: what is known of the graph.
+        known: what is known of the graph.
         graph: the graph that ran.
         by: the compiler that ran it, "" where it ran node by node.
         calls: how often it ran.
@@ -135,7 +135,7 @@ class Ran:
         kernels: what Inductor has scheduled, of the forward and of the backward; None where it has not compiled it.
     """
 
-    converted: Any
+    known: Any
     graph: GraphModule
     by: str
     calls: int = 0
@@ -269,13 +269,13 @@ class Watch(TorchDispatchMode):
             self._view = before
 
     def run(
-        self, converted: Any, graph: GraphModule, by: str, run: Callable[..., Any], args: tuple[Any, ...],
+        self, known: Any, graph: GraphModule, by: str, run: Callable[..., Any], args: tuple[Any, ...],
         compile: Compile | None = None,
     ) -> Any:  # fmt: skip
         """Run a graph node by node, or as it is compiled, and record what it does."""
-        at = next((i for i, ran in enumerate(self.graphs) if ran.converted is converted), len(self.graphs))
+        at = next((i for i, ran in enumerate(self.graphs) if ran.known is known), len(self.graphs))
         if at == len(self.graphs):
-            self.graphs.append(Ran(converted, graph, by))
+            self.graphs.append(Ran(known, graph, by))
         self.graphs[at].calls += 1
         before = self._place
         try:
@@ -335,25 +335,18 @@ def run_instead(run: Callable[[Any, GraphModule, tuple[Any, ...]], Any]) -> Iter
         _INSTEAD.reset(token)
 
 
-def node_by_node(
-    run: Callable[..., Any], graph: GraphModule, converted: Any, by: Any, compile: Compile | None = None
-) -> Callable[..., Any]:
-    """Return a compiled graph that a watch can see: what `graph` was compiled to `by` a compiler, "eager" for none.
+def observed(
+    known: Any, graph: GraphModule, by: str, run: Callable[..., Any], args: tuple[Any, ...],
+    compile: Compile | None = None,
+) -> Any:  # fmt: skip
+    """Run a compiled graph so that a watch can see it: what `graph` was compiled to `by` a compiler, "eager" for none.
 
-    `compile` compiles the graph once more, with further options and for given inputs.
+    `known` is what is known of the graph; `compile` compiles it once more, with further options and for given inputs.
     """
-    name = by if isinstance(by, str) else getattr(by, "__name__", type(by).__name__)
-
-    @functools.wraps(run, updated=())
-    def call(*args: Any) -> Any:
-        if (instead := _INSTEAD.get()) is not None:
-            return instead(converted, graph, args)
-        watch = watching()
-        if watch is None:
-            return run(*args)
-        return watch.run(converted, graph, "" if by == "eager" else name, run, args, compile)
-
-    return call
+    if (instead := _INSTEAD.get()) is not None:
+        return instead(known, graph, args)
+    watch = watching()
+    return run(*args) if watch is None else watch.run(known, graph, "" if by == "eager" else by, run, args, compile)
 
 
 def readers(node: Node) -> Iterator[Node]:

@@ -12,8 +12,8 @@ from torch.fx import GraphModule
 from passes.contract.errors import FxampError
 from passes.contract.plan import Plan
 
-from ..capture import compiled
 from ..capture.emitted import record_on
+from ..capture.graphs import is_compiled
 from ..convert import converted_in, graphs, plan_of
 from ..view.graphs import bound, captured_of, numbered
 from ..view.view import is_view, runner_of
@@ -32,7 +32,7 @@ def plan_in(value: object) -> Plan | None:
         return Plan.load(value, newer=True)
     if not isinstance(value, nn.Module):
         return None
-    return plan_of(value) if converted_in(value) or any(map(compiled.is_compiled, value.modules())) else None
+    return plan_of(value) if converted_in(value) or any(map(is_compiled, value.modules())) else None
 
 
 def emitted(module: nn.Module) -> list[Emitted]:
@@ -55,8 +55,8 @@ def captured_and_emitted(view: object) -> list[tuple[str, GraphModule, GraphModu
     if not isinstance(view, nn.Module) or not is_view(view):
         raise FxampError(f"a {type(view).__name__} alone has nothing to be compared with; give a view, or two sides")
     plan_of(view)  # says that nothing was captured yet
-    found = [(placed.runner, placed.entry) for placed, _, _ in numbered(runner_of(view))]
-    return [(str(entry.state), captured_of(each, entry), bound(each, entry)) for each, entry in found]
+    found = [(placed.runner, placed.graph) for placed, _, _ in numbered(runner_of(view))]
+    return [(str(graph.state), captured_of(each, graph), bound(each, graph)) for each, graph in found]
 
 
 def record_of(given: object, plan: Plan | None = None) -> Record:
@@ -70,7 +70,7 @@ def record_of(given: object, plan: Plan | None = None) -> Record:
 
 def model_name(given: object) -> str:
     """Return the name of the class of the model that was converted."""
-    runner = compiled.runner_of(given)
+    runner = runner_of(given)
     return type(runner.model).__name__ if runner is not None else "model"
 
 

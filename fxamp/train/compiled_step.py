@@ -23,9 +23,9 @@ from passes.contract.errors import PolicyError
 from passes.graph.notes import is_inserted
 from passes.graph.values import LOW_DTYPES, dtypes_of, no_autocast
 
+from ..capture.graph import Graph
 from ..observe import workload
 from ..view.copies import Lifted, lift, with_copies
-from ..view.function import Entry
 from ..view.runner import Runner
 from ..view.traced import convert_views, traced
 from ..view.view import is_view, runner_of
@@ -96,7 +96,7 @@ class CompiledStep:
         self._runners = [runner_of(view) for view in views if not any(map(is_sharded, view.modules()))]
         self._traced: dict[tuple[Runner, str, bool], Callable[..., Any]] = {}
         self._inlined: list[Runner] = []  # in the present call
-        self._entries: list[Entry] = []  # the graphs of views that were captured here
+        self._graphs: list[Graph] = []  # the graphs of views that were captured here
 
     @property
     def cuda_graph(self) -> str:
@@ -146,12 +146,12 @@ class CompiledStep:
         with contextlib.ExitStack() as stack:
             for runner in self._inlined:
                 stack.callback(setattr, runner, "override", None)
-                key = runner, runner.device, loss_fn is None and self._reads_the_loss_alone(runner)
+                key = runner, runner.graphs.device, loss_fn is None and self._reads_the_loss_alone(runner)
                 if key not in self._traced:
                     self._traced[key] = traced(runner, _its_own_loss if key[2] else None)
                 runner.override = self._traced[key]
-                if torch.is_autocast_enabled(runner.device):
-                    stack.enter_context(torch.autocast(runner.device, enabled=False))
+                if torch.is_autocast_enabled(runner.graphs.device):
+                    stack.enter_context(torch.autocast(runner.graphs.device, enabled=False))
             yield
 
     def _reads_the_loss_alone(self, runner: Runner) -> bool:
@@ -166,7 +166,7 @@ class CompiledStep:
             plain: Callable[..., Any] = backend(gm, inputs)
             return plain
         eager = self.settings.backend == "eager"
-        convert_views(gm, inputs, self._inlined, self._entries, eager=eager)
+        convert_views(gm, inputs, self._inlined, self._graphs, eager=eager)
         _detach_outputs(gm, as_computed=self.output == "low")
         lifted, examples = list[Lifted](), list(inputs)
         if self._weights.is_open:
@@ -174,7 +174,7 @@ class CompiledStep:
         with no_autocast():
             run: Callable[..., Any] = backend(gm, examples)
         run = with_copies(run, lifted, lambda: self._weights.copies if self._weights.is_open else None)
-        devices = list({runner.device for runner in self._inlined})
+        devices = list({runner.graphs.device for runner in self._inlined})
 
         def call(*args: Any) -> Any:
             with no_autocast(devices):  # after a break inside a view, Python is in its region

@@ -19,7 +19,8 @@ from passes.contract.policy import Policy, nearest
 
 from .._torch import compile_records, inner_backend
 from ..capture import backend as capture
-from ..capture import compiled
+from ..capture.graph import break_of
+from ..capture.graphs import is_compiled
 from ..view.view import is_view, make_view
 from .kernels import Kernels
 
@@ -112,7 +113,7 @@ def model_to_compile(model: nn.Module, settings: CompileSettings) -> nn.Module:
         what = f"'{path}'" if path else "the model"
         if settings.policy is not None and is_view(module):
             raise PolicyError(f"compile='fxamp' converts the model, and {what} is converted already: set compile=True")
-        if compiled.is_compiled(module) and not is_view(module):
+        if is_compiled(module) and not is_view(module):
             raise PolicyError(
                 f"{what} is compiled by torch.compile already: leave compile at False, or give TrainStep what "
                 "fxamp.convert returns, or the model as it is with compile='fxamp'"
@@ -155,7 +156,7 @@ class Region:
         compile_graph = backend or settings.run()
 
         def compiler(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-            if reason := compiled.break_of(gm):
+            if reason := break_of(gm):
                 self.breaks.append(reason)
             try:
                 return self.kernels.compile(lambda: compile_graph(gm, example_inputs))

@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 from passes.contract.errors import CaptureError, PolicyError
 from passes.contract.policy import Policy
 
-from ..capture import compiled
+from ..capture.graphs import is_compiled, plan_of
 from ..capture.parameters import require_fp32
 from ..view.view import is_view, runner_of
 from .scaler import LossScaler, require_scale
@@ -36,17 +36,17 @@ def policies_of(model: nn.Module) -> list[Policy]:
     for module in model.modules():
         if is_view(module):
             runner = runner_of(module)
-            if runner.device or runner.policy.dtype is not None:
-                found.append(runner.policy)
-        elif module is model or compiled.is_compiled(module):
+            if runner.graphs.device or runner.graphs.policy.dtype is not None:
+                found.append(runner.graphs.policy)
+        elif module is model or is_compiled(module):
             with contextlib.suppress(CaptureError):
-                found.append(compiled.plan_of(module).policy)
+                found.append(plan_of(module).policy)
     return found
 
 
 def policies_asked(model: nn.Module) -> list[str]:
     """Return the policies that were asked for, each once, for the parts of a model that are converted."""
-    return list(dict.fromkeys(str(runner_of(m).asked) for m in model.modules() if is_view(m)))
+    return list(dict.fromkeys(str(runner_of(m).graphs.asked) for m in model.modules() if is_view(m)))
 
 
 def scaler_of(scaler: object, low_dtype: torch.dtype | None) -> LossScaler:

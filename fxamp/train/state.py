@@ -21,7 +21,7 @@ from passes.contract.devices import DEVICES
 from passes.contract.errors import PolicyError
 from passes.contract.plan import Plan
 
-from ..capture import compiled
+from ..capture.graphs import is_compiled
 from ..errors import NotAModuleError
 from ..trust.census.census import CallCensus
 from ..view.view import is_view
@@ -118,7 +118,7 @@ class TrainState:
         self.scaler = given.scaler_of(scaler, self.low_dtype)
         self.scaler.name_parameters(model.named_parameters())
         # A compiled model is converted at its first call; its low dtype is not known before.
-        compiles = any(compiled.is_compiled(module) for module in model.modules())
+        compiles = any(is_compiled(module) for module in model.modules())
         self.undecided = isinstance(scaler, str) and self.low_dtype is None and compiles
         self.pending_scaler: Mapping[str, Any] | None = None
         self.windows, self.aborted = 0, ""

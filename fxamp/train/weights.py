@@ -133,16 +133,16 @@ class WeightCasts:
 
     def _look(self) -> _Found:
         """Read the captured graphs, if there are others than at the last look."""
-        graphs = sum(len(runner.entries) for runner in self._views.values())
+        graphs = sum(len(runner.graphs) for runner in self._views.values())
         if self._found.graphs == graphs:
             return self._found
         kept, per_use, times = dict[str, None](), dict[str, str](), Counter[Any]()
         for path, runner in self._views.items():
             named = dict(runner.model.named_parameters(remove_duplicate=False))
             a_call = Counter[Any]()
-            for entry in runner.entries:  # a call runs one of them, or several that read different weights
+            for graph in runner.graphs:  # a call runs one of them, or several that read different weights
                 a_graph = Counter[Any]()
-                for name, what in weights_of(entry):
+                for name, what in weights_of(graph):
                     weight = named.get(name)
                     whole = ".".join(filter(None, (path, name)))
                     if is_plain(weight):

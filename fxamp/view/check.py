@@ -27,11 +27,11 @@ from passes.graph.values import LOW_DTYPES
 from .._torch import OWN_CACHE, current_backward, forget_compiled
 from ..capture.backend import recompute_as_written
 from ..capture.call import Call, begin
+from ..capture.graph import Graph
 from ..capture.inputs import Inputs
 from ..errors import NotFaithfulError, in_short
 from ..observe.snapshot import fresh, same_random_state
 from ..observe.tensors import dense, same
-from .function import Entry
 from .runner import RUN, Runner
 
 logger = logging.getLogger(__name__)
@@ -57,12 +57,12 @@ class _Run:
     read: frozenset[tuple[int, int]] = frozenset()
 
 
-def parameters_written(entries: Sequence[Entry]) -> frozenset[str]:
+def parameters_written(graphs: Sequence[Graph]) -> frozenset[str]:
     """Return the names of the parameters that captured graphs write."""
     found: set[str] = set()
-    for entry in entries:
-        aliases, places = Aliases(entry.captured.graph), entry.captured.graph.find_nodes(op="placeholder")
-        found.update(name for i, name in entry.names.items() if aliases.is_mutated(places[i]))
+    for graph in graphs:
+        aliases, places = Aliases(graph.captured.graph), graph.captured.graph.find_nodes(op="placeholder")
+        found.update(name for i, name in graph.names.items() if aliases.is_mutated(places[i]))
     return frozenset(found)
 
 
@@ -75,7 +75,7 @@ def check_capture(runner: Runner, run: Callable[..., _Run], check: bool | str) -
         NotFaithfulError: what was captured differs, and what torch.compile captures does not.
         NoTwinError: there is nothing to compare with.
     """
-    graded = check is True and not runner.policy.level.rounds and torch.is_grad_enabled()
+    graded = check is True and not runner.graphs.policy.level.rounds and torch.is_grad_enabled()
     if not check:  # only to capture what comes after a graph break
         run("graphs", graded)
         return
@@ -110,7 +110,7 @@ def check_capture(runner: Runner, run: Callable[..., _Run], check: bool | str) -
             "check has advanced, or a kernel that varies; check=False leaves such state alone"
         )
     logger.warning("fxamp: %s", note)
-    runner.note(note)
+    runner.graphs.note(note)
 
 
 def run_twin(
@@ -169,7 +169,7 @@ def _called(runner: Runner, twin: nn.Module, args: Any, kwargs: Any, compiled: b
     run = torch.compile(forward, backend=eager, **OWN_CACHE) if compiled else forward
     # Without autocast's cache, whose entries know no dtype: a region of another dtype inside the model would read them.
     try:
-        with torch.autocast(runner.device, enabled=False) if exact else runner.region(cache=False):
+        with torch.autocast(runner.graphs.device, enabled=False) if exact else runner.graphs.region(cache=False):
             return run(twin, *args, **kwargs)
     finally:
         forget_compiled(forward.__code__)

@@ -282,13 +282,16 @@ def with_copies(
     run: Callable[..., Any], lifted: Sequence[Lifted], opened: Callable[[], Copies | None]
 ) -> Callable[..., Any]:
     """Return a function that calls a graph with the casts that were lifted out of it."""
+    return lambda *args: run(*args, *lifted_inputs(lifted, opened, args))
 
-    def call(*args: Any) -> Any:
-        copies = opened()
-        low = _cast if copies is None else copies.of
-        return run(*args, *(low(args[place], dtype, flagged) for place, dtype, flagged in lifted))
 
-    return call
+def lifted_inputs(
+    lifted: Sequence[Lifted], opened: Callable[[], Copies | None], args: Sequence[Any]
+) -> Iterator[Tensor]:
+    """Yield the casts that were lifted out of a graph, for the inputs of a call of it."""
+    copies = opened()
+    low = _cast if copies is None else copies.of
+    return (low(args[place], dtype, flagged) for place, dtype, flagged in lifted)
 
 
 def _cast(master: Tensor, dtype: torch.dtype, flagged: bool) -> Tensor:

@@ -14,9 +14,9 @@ import torch
 
 from passes.contract.errors import CaptureError
 
+from ..capture.graph import Graph
 from ..errors import NotAModuleError
 from .copies import Copies, Lifted, is_plain, weight_casts
-from .function import Entry
 from .view import is_view, runner_of
 
 
@@ -60,8 +60,8 @@ def frozen(converted: Any) -> Iterator[Any]:
         parameters = runner.model.named_parameters(remove_duplicate=False)
         named = {path: p for path, p in parameters if is_plain(p)}
         with torch.no_grad():
-            for entry in runner.entries:
-                for path, what in weights_of(entry):
+            for graph in runner.graphs:
+                for path, what in weights_of(graph):
                     if path in named:
                         copies.of(named[path], what.dtype)
         yield converted
@@ -69,7 +69,7 @@ def frozen(converted: Any) -> Iterator[Any]:
         runner.opened.close(copies)
 
 
-def weights_of(entry: Entry) -> Iterator[tuple[str, Lifted]]:
+def weights_of(graph: Graph) -> Iterator[tuple[str, Lifted]]:
     """Yield the weights whose casts can be lifted out of a graph: the name of each in the model, and its cast."""
-    for _, what in weight_casts(entry.converted.graph.graph, entry.names):
-        yield entry.names[what.place], what
+    for _, what in weight_casts(graph.emitted.graph, graph.names):
+        yield graph.names[what.place], what

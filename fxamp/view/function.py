@@ -10,25 +10,23 @@ autocast lies in a region of the author's own.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
+import logging
 import re
 import sys
 import time
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import is_dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule
 
 from passes._torch import enter_autocast, exit_autocast, pytree
-from passes.graph.outputs import viewed
-from passes.graph.values import LOW_DTYPES
 
 from .._torch import (
     answer_whether_exporting,
@@ -36,96 +34,76 @@ from .._torch import (
     forget_compiled,
     global_module_hooks,
     is_replica_running,
-    pop_mode,
-    push_mode,
-    source_name,
+    leave_padding_to_python,
 )
-from ..capture.backend import inner_of, recompute_as_written, rewrite, run_by
-from ..capture.call import Call, current
-from ..capture.compiled import Converted, break_of, copied, elsewhere
-from ..capture.emitted import Kept, at_call
+from ..capture.backend import compile_by, inner_of, rewrite
+from ..capture.call import current
 from ..capture.frames import Frames, forward_of
-from ..capture.outputs import is_whole, leaving
-from .copies import Lifted, lift, with_copies
+from ..capture.graph import break_of
+from ..capture.graphs import Graphs
+from ..capture.outputs import holds_low, is_whole, leaving, meets_low
+from ..capture.run import GraphCall, Kept
+from ..errors import in_short
+from .copies import Opened, lift, lifted_inputs
 from .replay import Replaying
-from .state import State, state_of
-
-if TYPE_CHECKING:
-    from .runner import Runner
+from .settings import Settings
 
 _SWITCHES = (enter_autocast, exit_autocast, leaving)  # of regions, and marks; a graph of these alone is no plan
 _OURS = re.compile(rf' *File "{re.escape(__file__)}".*\n.*\n?')  # the frame of the function that is compiled
-
-
-class Captured(BaseException):
-    """Raised in the place of running a graph: Dynamo has stored it, and nothing of the model has run."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One graph of a view.
-
-    Attributes:
-        number: its number, in the order of capture.
-        converted: the graph as emitted, and its plan.
-        captured: the graph as captured.
-        names: the names in the model of the parameters and buffers among its inputs, by place.
-        constants: the numbers of the model among its inputs, by place.
-        state: what it was captured in.
-        seconds: how long the inner backend took.
-        kept: what its compiler keeps for backward; None if it runs as it was emitted.
-    """
-
-    number: int
-    converted: Converted
-    captured: GraphModule
-    names: Mapping[int, str]
-    constants: Mapping[int, Tensor]
-    state: State
-    seconds: float
-    kept: Kept | None = None
+_STAYS = (
+    "outputs that are low under autocast are handed out so, for the model has weights in 16 bits, and which dtypes it "
+    "gives alone is not known: {}"
+)
 
 
 class Function:
     """One compiled function of a view: its cache, and what became of the frames that its calls reached.
 
-    Attributes:
-        kind: "plain"; or "window", where casts of parameters are inputs.
+    Args:
+        model: the view's model.
+        settings: the view's.
+        graphs: where what is captured is kept.
         method: the name of the method that is captured, "" for a call.
+        opened: in a window, the copies of weights: casts of parameters are inputs of the graphs then.
+
+    Attributes:
         frames: what Dynamo makes of each frame.
         stale: says, if not None, that what was captured holds no longer.
         called: a call has ended since the function was made, or cleared.
     """
 
-    def __init__(self, runner: Runner, kind: str, method: str) -> None:
-        self.runner, self.kind, self.method = weakref.ref(runner), kind, method
+    def __init__(
+        self, model: nn.Module, settings: Settings, graphs: Graphs, method: str, opened: Opened | None = None
+    ) -> None:
+        self.settings, self.graphs, self.method, self.opened = settings, graphs, method, opened
         self.stale: Callable[[], bool] | None = None
         self.called = False
-        self._author = _code_of(runner.model, method)
-        function = function_of(runner, method)
+        self._model, self._author = model, _code_of(model, method)
+        function = function_of(model, graphs, method)
         self._code = function.__code__
         self.codes = {self._code}  # and what Dynamo compiles below a graph break
-        ours, runner_of = weakref.ref(self), weakref.ref(runner)
+        self._calls: list[GraphCall] = []
+        ours, tracing = weakref.ref(self), _tracing_settings(model, settings)  # torch keeps what it calls
 
         def fxamp(gm: GraphModule, inputs: list[Any], **_: Any) -> Callable[..., Any]:  # by this name torch logs it
             found: Any = ours()
-            run: Callable[..., Any] = found._compiled(gm, inputs)
+            run: Callable[..., Any] = gm.forward if found.frames.asked(gm) else found._compiled(gm, inputs)
             return run
 
-        def model_of() -> nn.Module:
-            found: Any = runner_of()
-            model: nn.Module = found.model
-            return model
+        def traces_by() -> dict[str, Any]:
+            split = {"optimize_ddp": False} if settings.backend == "eager" and is_replica_running() else {}
+            return {**tracing, **split}  # gradients of single ops leave early without a split
 
-        def settings() -> dict[str, Any]:
-            found: Any = runner_of()
-            split = {"optimize_ddp": False} if found.backend == "eager" and is_replica_running() else {}
-            return {**found.dynamo_settings, **split}  # gradients of single ops leave early without a split
+        def asks() -> bool:
+            call = current()
+            return graphs.restores and call is not None and meets_low(call.model, (call.args, call.kwargs))
 
         answer_whether_exporting()
-        self.frames = Frames(function, fxamp, model_of, settings, dynamic=runner.dynamic, fullgraph=runner.fullgraph)
+        self.frames = Frames(
+            function, fxamp, model, traces_by, asks=asks, dynamic=settings.dynamic, fullgraph=settings.fullgraph
+        )
         self.call = self.frames.call
-        weakref.finalize(self, forget_compiled, function.__code__)  # torch would keep the graphs of code that is gone
+        weakref.finalize(self, _let_go, self._code, self._calls)
 
     def refresh(self, model: nn.Module) -> None:
         """Forget what holds no longer; somebody may also have replaced the method of the model's class."""
@@ -141,87 +119,89 @@ class Function:
         self.frames.forget()
         self.stale, self.called = None, False
 
-    def _compiled(self, gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        """Convert a graph that Dynamo captures, keep it on the view, and return what its inner compiler makes of it."""
+    def _compiled(self, gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        """Convert a graph that Dynamo captures, keep it, and return what runs it."""
+        broke = break_of(gm)
         if not any(n.op.startswith("call") and n.target not in _SWITCHES for n in gm.graph.nodes):
-            return _idle(gm.forward, break_of(gm))
-        runner: Any = self.runner()
-        call = current()
+            return _idle(gm.forward, broke)
+        graphs, call = self.graphs, current()
         self.codes.add(code := code_being_captured())
-        model = runner.model if call is None else call.model
-        state = state_of(model, self.method)
-        names = names_in(model)
-        named = {i: names[id(v)] for i, v in enumerate(example_inputs) if id(v) in names}
-        constants = _constants(gm, example_inputs, named)
-        _hide_ours(gm)
-        if in_region := call is not None and not runner.in_region():
-            _enter_region(gm, runner.device)
-        captured = copied(gm)
-        for each in (captured, gm) if runner.backend == "eager" else (captured,):
-            recompute_as_written(each)
-        plan = runner.replayed
-        replaying = None if plan is None else Replaying(plan, runner.entries, state, break_of(gm))
-        converted, outputs = rewrite(
-            gm, example_inputs, runner.policy, runs_on=runner.device, in_region=in_region, costs=runner.costs,
-            replayed=replaying,
+        whole = code is self._code and not broke
+        model = self._model if call is None else call.model
+        for node in gm.graph.nodes:
+            if trace := node.meta.get("stack_trace"):
+                node.meta["stack_trace"] = _OURS.sub("", trace)
+        if in_region := call is not None and not graphs.in_region():
+            _enter_region(gm, graphs.device)
+        replaying = None if graphs.replayed is None else Replaying(graphs.replayed, graphs, model, self.method, broke)
+        graph = rewrite(
+            gm, inputs, graphs.policy, method=self.method, runs_on=graphs.device, in_region=in_region,
+            eager=self.settings.backend == "eager", costs=graphs.costs, replayed=replaying,
+            alone=self.frames.alone if whole else None,
         )  # fmt: skip
         if replaying is not None:
-            runner.note(*replaying.notes(converted.plan))
-        run, inner, seconds = self._inner_compiled(gm, example_inputs, converted)
-        kept = None if inner == "eager" else Kept(inner)
-        number = len(runner.entries)
-        if model is not runner.model:  # a twin's, of code that Dynamo captured once more
-            same = (e for e in runner.entries if e.state == state and e.converted.computed == converted.computed)
-            number = next((e.number for e in same), number)
-        if number == len(runner.entries):
-            runner.entries.append(Entry(number, converted, captured, named, constants, state, seconds, kept))
+            graphs.note(*replaying.notes(graph.plan))
+        if self.frames.unknown and graphs.restores and holds_low(model):
+            graphs.note(_STAYS.format(self.frames.unknown))
         if hooks := _global_hooks():
             self.stale = lambda: _global_hooks() != hooks
-        crossing = _Crossing(_read_inputs(converted.graph.graph, example_inputs), converted.read)
-        whole = code is self._code and not converted.broke
-        run = _numbered(run, captured, number, kept, self.runner, crossing, whole)
-        return at_call(run, converted, example_inputs, outputs, partial(_reused, self.runner, number))
-
-    def _inner_compiled(
-        self, gm: GraphModule, inputs: Sequence[Any], converted: Converted
-    ) -> tuple[Callable[..., Any], Any, float]:
-        """Return what runs an emitted graph, what has compiled it, and how long that took.
-
-        What the inner compiler refuses runs node by node, as emitted.
-        """
-        runner: Any = self.runner()
-        inner = inner_of(gm.graph, runner.backend)
-        whole, inputs, lifted = gm, list(inputs), list[Lifted]()
-        if self.kind == "window":
-            whole, inputs, lifted = lift(gm, inputs, sums_inside=inner != "eager")
+        more, examples = None, inputs
+        if self.opened is not None:
+            gm, examples, lifted = lift(gm, inputs, sums_inside=self.settings.backend != "eager")
+            more = partial(lifted_inputs, lifted, self.opened) if lifted else None
         started = time.perf_counter()
+        by, run, again = self._inner(gm, examples)
+        graph = replace(graph, seconds=time.perf_counter() - started, kept=None if by == "eager" else Kept(by))
+        # A twin's, of code that Dynamo captured once more, is the model's own.
+        same = (each for each in graphs if model is not self._model and each.computes(graph))
+        known = next(same, None)
+        graph = graphs.add(graph) if known is None else replace(graph, number=known.number)
+        made = GraphCall(graph, gm, run, again, inputs, graphs.device, graphs=graphs, whole=whole, more=more)
+        self._calls.append(made)
+        return made
+
+    def _inner(self, gm: GraphModule, inputs: Sequence[Any]) -> tuple[Any, Callable[..., Any], Any]:
+        """Return what compiles an emitted graph, and what it makes of it; what it refuses runs node by node."""
+        settings = self.settings
+        inner = inner_of(gm.graph, settings.backend)
         try:
-            run = run_by(inner, runner.mode, runner.options, whole, inputs, converted)
+            return inner, *compile_by(inner, settings.mode, dict(settings.options), gm, inputs)
         except Exception as e:  # whatever a compiler raises
             if inner == "eager":
                 raise
-            runner.say_refused(inner, e)
-            inner, run = "eager", run_by("eager", None, {}, whole, inputs, converted)
-        seconds = time.perf_counter() - started
-        if lifted:
-            run = with_copies(run, lifted, runner.opened)
-        return run, inner, seconds
+            name = inner if isinstance(inner, str) else getattr(inner, "__name__", type(inner).__name__)
+            self.graphs.say(
+                f"compiler: {type(e).__name__}", logging.WARNING, f"{name} does not compile a graph of "
+                f"{type(self._model).__name__}, which runs by its plan, node by node: {in_short(e)}. It may compile "
+                "it with dynamic=False.",
+            )  # fmt: skip
+            return "eager", *compile_by("eager", None, {}, gm, inputs)
 
 
-def _constants(gm: GraphModule, inputs: Sequence[Any], named: Mapping[int, str]) -> dict[int, Tensor]:
-    """Return the numbers of the model among the inputs of a graph, by place."""
-    sources = [source_name(n) for n in gm.graph.nodes if n.op == "placeholder"]
-    return {
-        i: v.detach().clone() for i, v in enumerate(inputs)
-        if isinstance(v, Tensor) and not v.dim() and i not in named and sources[i].startswith("L['model']")
-    }  # fmt: skip
+def _let_go(code: types.CodeType, calls: Iterable[GraphCall]) -> None:
+    """Have torch let go of the graphs of code that is gone; of code that is not, it keeps what calls them."""
+    forget_compiled(code)
+    for call in calls:
+        call.release()
 
 
-def _hide_ours(gm: GraphModule) -> None:
-    """Leave the frame of the compiled function out of where nodes were made."""
-    for node in gm.graph.nodes:
-        if trace := node.meta.get("stack_trace"):
-            node.meta["stack_trace"] = _OURS.sub("", trace)
+def _tracing_settings(model: nn.Module, settings: Settings) -> dict[str, Any]:
+    """Return Dynamo's settings while it captures a model."""
+    change: dict[str, Any] = {"error_on_recompile": True} if settings.on_change == "error" else {}
+    if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        change["allow_rnn"] = True  # or Dynamo leaves what calls a recurrent layer to Python
+        leave_padding_to_python()
+    if not settings.fullgraph and _reads_numpy(model):
+        change["use_numpy_random_stream"] = True  # or Dynamo draws NumPy's random numbers from torch
+    return change
+
+
+def _reads_numpy(model: nn.Module) -> bool:
+    """Say whether a file that a module of the model, or its `forward`, is written in has imported NumPy."""
+    numpy, kinds = sys.modules.get("numpy"), {type(module) for module in model.modules()}
+    files = {name for kind in kinds for name in (kind.__module__, getattr(forward_of(kind), "__module__", None))}
+    known = (vars(sys.modules[name]) for name in files if name in sys.modules and not name.startswith("torch."))
+    return numpy is not None and any(value is numpy for names in known for value in list(names.values()))
 
 
 def _idle(run: Callable[..., Any], broke: str) -> Callable[..., Any]:
@@ -250,19 +230,19 @@ def _code_of(model: nn.Module, method: str) -> object:
 
 
 def function_of(
-    runner: Runner, method: str, leave: Callable[[Any], Any] = leaving, reads: Callable[[Any], Any] | None = None,
-    **region: Any,
+    model: nn.Module, graphs: Graphs, method: str, leave: Callable[[Any], Any] = leaving,
+    reads: Callable[[Any], Any] | None = None, **region: Any,
 ) -> Callable[..., Any]:  # fmt: skip
     """Return the function to compile, with code of its own: `forward(model, *args, **kwargs)`.
 
     `leave` marks its outputs while it is traced, of which `reads` returns what the code around it reads; None for all.
     With a `region`, further arguments of one, the model is called in an autocast region inside the trace.
     """
-    device, low = runner.device, runner.low
-    author: Any = getattr(type(runner.model), method) if method else None
+    device, low = graphs.device, graphs.low
+    author: Any = getattr(type(model), method) if method else None
     # On the meta device a trace has FP32 where autocast makes low values; O2 casts what half complex numbers are of.
     dtypes = (low, torch.float32, torch.complex64, torch.complex32)
-    mark = torch.compiler.allow_in_graph(leave) if runner.restores else None
+    mark = torch.compiler.allow_in_graph(leave) if graphs.restores else None
     autocast, tree_map, tree_leaves, whole = torch.autocast, pytree.tree_map, pytree.tree_leaves, is_whole
 
     def marked(value: Any) -> Any:
@@ -287,9 +267,9 @@ def function_of(
         traced = mark is not None and torch.compiler.is_compiling()  # behind a break Python runs this
         return tree_map(marked, outputs, is_leaf=whole) if traced else outputs
 
-    forward: Any = rounded if region and runner.policy.level.rounds else plain
-    code = forward.__code__.replace(co_name=f"{method or 'forward'}_of_{type(runner.model).__name__}")
-    return types.FunctionType(code, _globals_for(runner.model), closure=forward.__closure__)
+    forward: Any = rounded if region and graphs.policy.level.rounds else plain
+    code = forward.__code__.replace(co_name=f"{method or 'forward'}_of_{type(model).__name__}")
+    return types.FunctionType(code, _globals_for(model), closure=forward.__closure__)
 
 
 def _globals_for(model: nn.Module) -> dict[str, Any]:
@@ -314,114 +294,5 @@ def _is_found(name: str) -> bool:
         return False
 
 
-def names_in(model: nn.Module) -> dict[int, str]:
-    """Return the names of a model's parameters and buffers, by identity."""
-    return {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
-
-
 def _global_hooks() -> list[int]:
     return [id(hook) for hook in global_module_hooks()]
-
-
-def _reused(runner_of: weakref.ref[Runner], number: int, converted: Converted, inputs: Sequence[Any]) -> None:
-    """Keep a graph of a view for other parameters of its model too."""
-    runner: Any = runner_of()
-    names = names_in(runner.model)
-    if id(inputs[converted.places[0]]) not in names:  # as `functional_call` swaps them
-        return
-    named = {i: names[id(v)] for i, v in enumerate(inputs) if id(v) in names}
-    entry = replace(runner.entries[number], converted=elsewhere(converted, inputs, names), names=named)
-    if converted.parameters:
-        runner.entries.append(replace(entry, number=len(runner.entries)))
-    else:  # a part that torch makes of a graph for DistributedDataParallel, whose parameters were not there
-        runner.entries[number] = entry
-
-
-class _Crossing(NamedTuple):
-    """The values at the border of a graph from which others are computed, and which a caller may be handed.
-
-    Attributes:
-        inputs: The places of inputs with gradients: an earlier graph of the call may have made them.
-        outputs: The places of outputs from which other outputs are computed.
-    """
-
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-
-    def note(self, call: Call, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Note for a call which low values something was computed from in a run of the graph."""
-        for value in (*(inputs[i] for i in self.inputs), *(outputs[i] for i in self.outputs)):
-            if value.dtype in LOW_DTYPES and value.requires_grad:
-                call.read[id(value)] = value
-
-
-def _read_inputs(graph: Graph, inputs: Sequence[Any]) -> tuple[int, ...]:
-    """Return the places of the inputs with gradients, parameters aside, from which a graph computes something."""
-    values = zip(graph.find_nodes(op="placeholder"), inputs, strict=False)
-    return tuple(
-        i for i, (node, value) in enumerate(values)
-        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.requires_grad and _is_read(node)
-    )  # fmt: skip
-
-
-def _is_read(value: Node) -> bool:
-    """Say whether something is computed from a value; a view of it is no more than that."""
-    return any(u.op.startswith("call") and (viewed(u) is None or _is_read(u)) for u in value.users)
-
-
-def _numbered(
-    run: Callable[..., Any], captured: GraphModule, number: int, kept: Kept | None, runner_of: weakref.ref[Runner],
-    crossing: _Crossing, whole: bool,
-) -> Callable[..., Any]:  # fmt: skip
-    """Return a compiled graph that says to the call under way that it ran, and does what that call is for.
-
-    If it is the `whole` of the call, it hands out what the model returns.
-    """
-    crosses = any(crossing)
-
-    def call(*args: Any) -> Any:
-        under_way = current()
-        if under_way is None:
-            return run(*args)
-        if under_way.does == "capture":
-            raise Captured
-        if under_way.does == "compare":
-            runner: Any = runner_of()
-            with runner.region(cache=False):
-                outputs = captured(*args)
-            under_way.made += map(weakref.ref, filter(_is_tensor, outputs))
-            return outputs
-        under_way.ran.append(number)
-        under_way.whole = whole
-        if under_way.modes:
-            with _modes_of(under_way):
-                outputs = run(*args)
-        else:
-            outputs = run(*args)
-        if kept is not None:
-            kept(args, outputs)
-        if not whole:
-            under_way.made += map(weakref.ref, filter(_is_tensor, outputs))
-        if crosses:
-            crossing.note(under_way, args, outputs)
-        return outputs
-
-    return call
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, Tensor)
-
-
-@contextlib.contextmanager
-def _modes_of(call: Call) -> Iterator[None]:
-    """Run with the dispatch modes on that were on when a view was called."""
-    modes, call.modes = call.modes, []
-    for mode in modes:
-        push_mode(mode)
-    try:
-        yield
-    finally:
-        for _ in modes:
-            pop_mode()
-        call.modes = modes

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.fx import Graph, GraphModule, Node, map_arg
+from torch.fx import Graph as FxGraph
+from torch.fx import GraphModule, Node, map_arg
 
 from passes._torch import enter_autocast, exit_autocast
 from passes.contract.costs import CostModel
@@ -29,36 +30,32 @@ from passes.graph.notes import is_inserted
 from passes.runtime.tracing import RuntimeTracer
 
 from .._torch import is_number_input, source_name
-from ..capture.compiled import coverage, runner_of, together
 from ..capture.emitted import Emitted, is_writable, with_record
+from ..capture.graph import Graph
+from ..capture.graphs import coverage, runner_of, together
 from ..capture.outputs import leaving
-from .function import Entry
+from ..capture.state import State
 from .replay import OR
 from .runner import Runner
-from .state import State
 
 _OTHER = re.compile(r"\W")
 _ARGUMENT = re.compile(r"L\['args'\]\[(\d+)\]|L\['kwargs'\]\['(\w+)'\]")
 
 
-def entries_of(runner: Runner) -> list[Entry]:
+def ordered(runner: Runner) -> list[Graph]:
     """Return the graphs of a view, each once, in an order that does not depend on which was captured first.
 
     Those that read what the model has no more, as after a layer was merged or replaced, are left out if others do not.
     """
     places = {path: i for i, (path, _) in enumerate(runner.model.named_modules())}
 
-    def order(entry: Entry) -> tuple[Any, ...]:
-        first = next((d.module_path for d in entry.converted.plan.decisions), "")
-        return entry.state.order, places.get(first, -1), entry.converted.broke, str(entry.converted.signature)
+    def order(graph: Graph) -> tuple[Any, ...]:
+        first = next((d.module_path for d in graph.plan.decisions), "")
+        return graph.state.order, places.get(first, -1), graph.broke, str((graph.code, graph.colours))
 
-    held = _attributes(runner.model)
-    live = [entry for entry in runner.entries if all(name in held for name in entry.names.values())]
-    found: dict[Any, Entry] = {}
-    for entry in sorted(live or runner.entries, key=order):
-        key = (entry.state, str(entry.converted.signature))
-        found.setdefault(key, entry)
-    return list(found.values())
+    held, found = _attributes(runner.model), runner.graphs.distinct()
+    live = [graph for graph in found if all(name in held for name in graph.names.values())]
+    return sorted(live or found, key=order)
 
 
 def _attributes(model: nn.Module) -> dict[str, Any]:
@@ -71,7 +68,7 @@ class Placed(NamedTuple):
 
     runner: Runner
     prefix: str
-    entry: Entry
+    graph: Graph
 
 
 def views_in(runner: Runner) -> list[tuple[str, Runner]]:
@@ -99,11 +96,11 @@ def parts_of(runner: Runner, costs: CostModel | None = None) -> list[Part]:
     """Return the graphs of a view by state; states in which the same is decided, under costs, are one part."""
     by_state: dict[State, list[Placed]] = {}
     for prefix, each in views_in(runner):
-        for entry in entries_of(each):
-            by_state.setdefault(entry.state, []).append(Placed(each, prefix, entry))
+        for graph in ordered(each):
+            by_state.setdefault(graph.state, []).append(Placed(each, prefix, graph))
     parts: list[Part] = []
     for state, graphs in by_state.items():
-        plan = together([(placed.prefix, placed.entry.converted.under(costs)) for placed in graphs])
+        plan = together([(placed.prefix, placed.graph.under(costs)) for placed in graphs])
         same = next((p for p in parts if (p.plan.decisions, p.plan.casts) == (plan.decisions, plan.casts)), None)
         if same is None:
             parts.append(same := Part(plan, {}))
@@ -127,22 +124,23 @@ def plan_of(runner: Runner, costs: CostModel | None = None) -> Plan:
         )
     plan = joined([part.plan for part in parts], [part.name for part in parts])
     first = [placed for part in parts for placed in next(iter(part.graphs.values()))]
-    covered = coverage(runner.model, [placed.entry.converted for placed in first])
+    covered = coverage(runner.model, [placed.graph for placed in first])
     views = [each for _, each in views_in(runner)]
     refused = tuple(dict.fromkeys(text for each in views for text in each.refused))
     notes = (
         *plan.notes,
         *(f"left to Python: {text}" for text in refused),
-        *(n for v in views for n in v.notes),
-        *_read_across(runner.policy, first),
+        *(n for v in views for n in v.graphs.notes),
+        *_read_across(runner.graphs.policy, first),
         *covered,
     )
-    certified = {} if runner.replayed is None else runner.replayed.certificate
+    replayed = runner.graphs.replayed
+    certified = {} if replayed is None else replayed.certificate
     return replace(
         plan,
         notes=tuple(dict.fromkeys(notes)),
         certificate=certified,
-        complete=not refused and all(each.complete and not each.as_written for each in views),
+        complete=not refused and all(each.graphs.complete and not each.graphs.as_written for each in views),
     )
 
 
@@ -151,10 +149,10 @@ def _read_across(policy: Policy, graphs: Sequence[Placed]) -> list[str]:
     if not policy.level.is_autocasts:
         return []
     breaks: dict[str, set[str]] = {}
-    for prefix, entry in ((placed.prefix, placed.entry) for placed in graphs if placed.entry.state.grad == "grad"):
-        inputs = entry.converted.graph.graph.find_nodes(op="placeholder")
-        for name in (name for at, name in entry.names.items() if any(map(is_inserted, inputs[at].users))):
-            breaks.setdefault(prefix + name, set()).add(entry.converted.broke)
+    for _, prefix, graph in (placed for placed in graphs if placed.graph.state.grad == "grad"):
+        inputs = graph.emitted.graph.find_nodes(op="placeholder")
+        for name in (name for at, name in graph.names.items() if any(map(is_inserted, inputs[at].users))):
+            breaks.setdefault(prefix + name, set()).add(graph.broke)
     several = [name for name, ends in breaks.items() if len(ends) > 1]
     if not several:
         return []
@@ -174,9 +172,9 @@ def graphs_of(runner: Runner) -> tuple[GraphModule, ...]:
     """
     made = []
     for placed, number, name in numbered(runner):
-        gm, entry = bound(placed.runner, placed.entry), placed.entry
-        more = {"state": str(entry.state), "break": entry.converted.broke, "kept": entry.kept}
-        made.append(with_record(gm, entry.converted.plan, number=number, part=name, **more))
+        gm, graph = bound(placed.runner, placed.graph), placed.graph
+        more = {"state": str(graph.state), "break": graph.broke, "kept": graph.kept}
+        made.append(with_record(gm, graph.plan, number=number, part=name, **more))
     return tuple(made)
 
 
@@ -188,19 +186,19 @@ def numbered(runner: Runner) -> list[tuple[Placed, int, str]]:
             number = first
             for placed in graphs:
                 found.append((placed, number, part.name))
-                number += placed.entry.converted.plan.graphs
+                number += placed.graph.plan.graphs
         first = number
-    return sorted(found, key=lambda one: one[0].entry.state.order)
+    return sorted(found, key=lambda one: one[0].graph.state.order)
 
 
-def bound(runner: Runner, entry: Entry) -> GraphModule:
+def bound(runner: Runner, graph: Graph) -> GraphModule:
     """Return an emitted graph as a module over the model's own parameters and buffers."""
-    return _Binding(runner, entry, entry.converted.graph).module()
+    return _Binding(runner.model, graph, graph.emitted).module()
 
 
-def captured_of(runner: Runner, entry: Entry) -> GraphModule:
+def captured_of(runner: Runner, graph: Graph) -> GraphModule:
     """Return a graph as captured, without the marks of the view's own region and outputs."""
-    gm = _Binding(runner, entry, entry.captured).module()
+    gm = _Binding(runner.model, graph, graph.captured).module()
     calls = [n for n in gm.graph.nodes if n.op == "call_function"]
     for node in reversed(calls):
         if node.target is leaving:
@@ -214,14 +212,13 @@ def captured_of(runner: Runner, entry: Entry) -> GraphModule:
 class _Binding:
     """Turns the inputs of one graph into attributes, arguments and sizes."""
 
-    def __init__(self, runner: Runner, entry: Entry, source: GraphModule) -> None:
-        self.runner, self.entry, self.source = runner, entry, source
-        self.graph, self.env = Graph(tracer_cls=RuntimeTracer), dict[Node, Any]()
-        model = runner.model
+    def __init__(self, model: nn.Module, known: Graph, source: GraphModule) -> None:
+        self.model, self.known, self.source = model, known, source
+        self.graph, self.env = FxGraph(tracer_cls=RuntimeTracer), dict[Node, Any]()
         self.attributes = _attributes(model)
         self.sizes: dict[str, tuple[Node, int]] = {}
         self.taken: set[str] = set()
-        call = getattr(type(model), entry.state.method or "forward")
+        call = getattr(type(model), known.state.method or "forward")
         self.names = [*inspect.signature(call).parameters][1:]
 
     def module(self) -> GraphModule:
@@ -239,23 +236,22 @@ class _Binding:
             node.meta = {k: v for k, v in node.meta.items() if k in _KEPT}
         used = {str(n.target) for n in self.graph.nodes if n.op == "get_attr"}
         held = {name: value for name, value in self.attributes.items() if name in used}
-        made = Emitted(held, self.graph, type(self.runner.model).__name__)
-        made.training = self.entry.state.training
+        made = Emitted(held, self.graph, type(self.model).__name__)
+        made.training = self.known.state.training
         return made
 
     def _arguments(self) -> list[tuple[Node, Any]]:
         """Make the inputs that a caller gives; return those that the model or a size gives."""
         late: list[tuple[Node, Any]] = []
         places = [n for n in self.source.graph.nodes if n.op == "placeholder"]
-        for i, node in enumerate(places):
+        for node, given in zip(places, self.known.inputs, strict=True):
             value = node.meta.get("example_value", node.meta.get("val"))
-            constant = self.entry.constants.get(i)
-            if i in self.entry.names:
-                late.append((node, self.entry.names[i]))
+            if given.path:
+                late.append((node, given.path))
             elif isinstance(value, torch.SymInt):
                 late.append((node, value))
-            elif constant is not None:
-                late.append((node, constant))  # a number of the model, which Dynamo makes an input where it varies
+            elif given.value is not None:
+                late.append((node, given.value))  # a number of the model, which Dynamo makes an input where it varies
             else:
                 self.env[node] = made = self.graph.placeholder(self._name(node))
                 made.meta = dict(node.meta)
@@ -284,7 +280,7 @@ class _Binding:
         """Return the path of an attribute, under another name where torch.fx writes its own wrongly into code."""
         if path not in self.attributes:
             raise CaptureError(
-                f"graph {self.entry.number} reads '{path}', which {type(self.runner.model).__name__} has no more: "
+                f"graph {self.known.number} reads '{path}', which {type(self.model).__name__} has no more: "
                 "convert the model again."
             )
         name = ".".join(p if is_writable(p) else f"_{_OTHER.sub('_', p)}" for p in path.split("."))

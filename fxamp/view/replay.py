@@ -7,31 +7,29 @@ decided by its policy, and what the plan says of the same nodes is taken.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
-from torch.fx import Graph
+from torch import nn
 
 from passes.contract.plan import Plan
 from passes.graph.values import keys
 
-from .state import State
-
-if TYPE_CHECKING:
-    from .function import Entry
+from ..capture.graph import Graph
+from ..capture.state import State, state_of
 
 OR = " or "  # between the states that have the same decisions, in the name of a part of a plan
 
 
 class Replaying:
-    """Finds the part of a plan for one graph, beside those that were captured before."""
+    """Finds the part of a plan for one graph of a model, beside the graphs that were captured before."""
 
-    def __init__(self, plan: Plan, entries: Sequence[Entry], state: State, broke: str) -> None:
-        self._plan, self._state, self._part = plan, state, plan
-        known = place_of(plan, state) is not None if plan.states else not entries
-        self._exact = known and not broke and all(entry.state != state for entry in entries)
+    def __init__(self, plan: Plan, graphs: Sequence[Graph], model: nn.Module, method: str, broke: str) -> None:
+        self._plan, self._state, self._part = plan, state_of(model, method), plan
+        known = place_of(plan, self._state) is not None if plan.states else not graphs
+        self._exact = known and not broke and all(graph.state != self._state for graph in graphs)
 
-    def __call__(self, graph: Graph) -> tuple[Plan | None, bool]:
-        """Return the part of the plan for a graph, and whether it is of this very graph."""
+    def __call__(self, graph: Any) -> tuple[Plan | None, bool]:
+        """Return the part of the plan for an FX graph, and whether it is of this very graph."""
         whole = self._plan.part(place_of(self._plan, self._state) or 0) if self._plan.states else self._plan
         names = set(keys(graph.nodes).values())
         overlap = [len(names & {d.key for d in whole.of_graph(g).decisions}) for g in range(whole.graphs)]

@@ -17,22 +17,20 @@ import contextlib
 import functools
 import logging
 import re
-import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import is_dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from passes._torch import in_transform, pytree
-from passes.contract.costs import CostModel
 from passes.contract.errors import CaptureError, FxampError, PolicyError
-from passes.contract.plan import CERTIFICATE, Plan
-from passes.contract.policy import Override, Policy, nearest
+from passes.contract.plan import Plan
+from passes.contract.policy import Override, Policy
 from passes.contract.reasons import Code
 
 from .._torch import (
@@ -43,160 +41,76 @@ from .._torch import (
     ignores_compilers,
     is_traced_by_fx,
     is_traced_by_jit,
-    leave_padding_to_python,
     mark_batch,
     own_parameters,
     unmark_batch,
     without_modes,
     without_module_trackers,
 )
-from ..capture.backend import Inner
 from ..capture.call import Call, begin, current
-from ..capture.compiled import runner_of
-from ..capture.frames import forward_of
-from ..capture.inputs import device_of, resolve
+from ..capture.graphs import Graphs, runner_of
 from ..capture.modes import ModesKeptOnError
-from ..capture.outputs import is_whole, low_of_its_own, restored
-from ..capture.parameters import is_only_read
-from ..errors import in_short
+from ..capture.outputs import is_whole, own_values, restored
+from ..capture.state import state_of
 from ..observe.watch import watching
 from .copies import Opened
-from .function import Entry, Function
+from .function import Function
 from .hooks import HookWatch
-from .state import State, state_of
+from .settings import Settings
 
 logger = logging.getLogger(__name__)
 
 
 class Runner:
-    """The engine of one view; it holds the model, and the view's class holds it.
-
-    Its arguments are those of `convert`; `replayed` is the plan that is carried out, if there is one.
+    """The calls of one view; it holds the model, and the view's class holds it.
 
     Attributes:
-        policy: the policy, settled after the first call.
-        device: the kind of device that the model runs on.
-        low: the low dtype.
-        entries: the graphs, in the order of capture.
+        model: the model.
+        settings: what the view was asked for.
+        graphs: what was captured, under which policy.
         opened: the copies of parameters that are open.
         override: what somebody wrote to `forward` of the view.
         calls: how often the plan was called.
-        notes: what capture and its check have to say, for the plan.
-        complete: all graphs were captured, those after a graph break too.
         called: a call of the view has come to its end.
-        as_written: the states in which the model runs as its author wrote it, each with the reason.
-        costs: what the cut is told that things cost; None for bytes.
-        dynamo_settings: Dynamo's settings while it captures.
     """
 
-    def __init__(
-        self, model: nn.Module, policy: Policy, backend: Inner = "eager", *, mode: str | None = None,
-        options: Mapping[str, Any] | None = None, fullgraph: bool = False, dynamic: bool | None = None,
-        on_change: str = "recompile", methods: Sequence[str] = (), replayed: Plan | None = None,
-    ) -> None:  # fmt: skip
-        self.model, self.asked, self.policy = model, policy, policy
-        self.backend, self.mode, self.options = backend, mode, dict(options or {})
-        self.fullgraph, self.dynamic, self.on_change, self.methods = fullgraph, dynamic, on_change, tuple(methods)
-        self.device, self.low = "", torch.bfloat16
-        self.entries: list[Entry] = []
+    def __init__(self, model: nn.Module, settings: Settings, graphs: Graphs) -> None:
+        settings.refuse_unfit(model)
+        self.model, self.settings, self.graphs = model, settings, graphs
         self.opened = Opened()
         self.override: Callable[..., Any] | None = None
-        self.calls = 0
-        kept = () if replayed is None else replayed.notes
-        self.notes = tuple(note for note in kept if note.startswith((Code.NOT_WORTH_CASTS.value, CERTIFICATE)))
-        self.complete, self.called = True, False
-        self.as_written: dict[State, str] = {}
-        self.replayed = replayed
-        self.costs: CostModel | None = None
+        self.calls, self.called = 0, False
         self._functions: dict[tuple[Any, ...], Function] = {}
-        self._said: set[str] = set()
         self._causes: Counter[str] = Counter()
         self._capturing = threading.RLock()
-        self._marks = dynamic is None
+        self._marks = settings.dynamic is None
         self._hooks = HookWatch(model)
         self._first: tuple[nn.Module, str] = model, ""
-        self.dynamo_settings: dict[str, Any] = {}
-        if on_change == "error":
-            self.dynamo_settings["error_on_recompile"] = True
-        if any(isinstance(module, nn.RNNBase) for module in model.modules()):
-            self.dynamo_settings["allow_rnn"] = True  # or Dynamo leaves what calls a recurrent layer to Python
-            leave_padding_to_python()
-        if not fullgraph and _reads_numpy(model):
-            self.dynamo_settings["use_numpy_random_stream"] = True  # or Dynamo draws NumPy's random numbers from torch
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What another view of the same kind is made with."""
-        return {
-            "backend": self.backend, "mode": self.mode, "options": self.options, "fullgraph": self.fullgraph,
-            "dynamic": self.dynamic, "on_change": self.on_change, "methods": self.methods, "replayed": self.replayed,
-        }  # fmt: skip
-
-    @property
-    def restores(self) -> bool:
-        """Whether outputs that are low by autocast alone go back to their original dtype."""
-        return self.policy.level.rounds and self.policy.output_dtype == "original"
-
-    def note(self, *notes: str) -> None:
-        """Keep what is to be said in the plan."""
-        self.notes = tuple(dict.fromkeys((*self.notes, *notes)))
-
-    def clear(self) -> None:
-        """Forget what was compiled; the plan stays readable."""
-        for function in self._functions.values():
-            function.clear()
+    def compile(self, **change: Any) -> None:
+        """Have other settings from now on; graphs are captured again, and the plan stays readable."""
+        self.settings = replace(self.settings, **change)
+        self._functions.clear()
 
     def switch(self, asked: Policy, policy: Policy, replayed: Plan | None = None) -> None:
         """Follow another policy, or plan, from now on; graphs are captured again."""
-        self.asked, self.policy, self.replayed = asked, policy, replayed
-        self.entries.clear()
-        self.as_written.clear()
+        self.graphs.switch(asked, policy, replayed)
         self._functions.clear()
-
-    def region(self, cache: bool = True) -> Any:
-        """Return the autocast of this view, as a context."""
-        rounds = self.policy.level.rounds
-        keeps = cache and torch.is_autocast_cache_enabled()
-        return torch.autocast(self.device, dtype=self.low if rounds else None, enabled=rounds, cache_enabled=keeps)
-
-    def in_region(self) -> bool:
-        """Say whether the present autocast is that of this view."""
-        on = torch.is_autocast_enabled(self.device)
-        rounds = self.policy.level.rounds
-        return on == rounds and (not on or torch.get_autocast_dtype(self.device) == self.low)
 
     def settle(self, inputs: Any) -> None:
         """Settle device and dtype at the first call, and again where the model has moved to another kind of device."""
         module, name = self._first  # a search takes microseconds, and this is at each call
-        first = own_parameters(module).get(name)
-        if first is not None and first.device.type == self.device:
+        first, device = own_parameters(module).get(name), self.graphs.device
+        if first is not None and first.device.type == device:
             return
         if first is None:
             named = ((m, n) for m in self.model.modules() for n, p in own_parameters(m).items() if p is not None)
             self._first = module, name = next(named, self._first)
             first = own_parameters(module).get(name)
-        if self.device and (first is None or first.device.type in (self.device, "meta")):
+        if device and (first is None or first.device.type in (device, "meta")):
             return
-        here = device_of(self.model, inputs)
-        if here == self.device:
-            return
-        moved, self.device = self.device, here
-        self.policy = resolve(self.asked, self.model, inputs)
-        self.low = self.policy.dtype or torch.bfloat16
-        self._functions.clear()
-        name = type(self.model).__name__
-        if moved:
-            logger.info("fxamp: %s has moved from '%s' to '%s', and is captured anew", name, moved, here)
-        if is_only_read():
-            return
-        if self.policy.device != here and self.policy.level.rounds:
-            logger.warning(
-                "fxamp: %s was converted for '%s' and runs on '%s', where torch.autocast casts other ops. For the "
-                "values that it gives there, convert again, with device=%s in the policy or the model on that device.",
-                name, self.policy.device, here, here,
-            )  # fmt: skip
-        if here == "cuda" and self.asked.dtype is None and not torch.is_autocast_enabled(here):
-            logger.warning("fxamp: %s runs in %s; pass dtype=bf16 for BF16", name, str(self.low).removeprefix("torch."))
+        if self.graphs.settle(self.model, inputs):
+            self._functions.clear()
 
     @torch.compiler.disable(reason="a view of fxamp runs its own plan")  # type: ignore[untyped-decorator]
     def __call__(self, args: Any, kwargs: Any, method: str = "", model: nn.Module | None = None, does: str = "") -> Any:
@@ -220,7 +134,7 @@ class Runner:
         # meanwhile, and Dynamo would wait for the thread that captures to compile a callback of a tensor that is freed.
         torch.autocast_increment_nesting()
         try:
-            with ModesKeptOnError((self.device,)):
+            with ModesKeptOnError((self.graphs.device,)):
                 return self._run(call, method)
         finally:
             if torch.autocast_decrement_nesting() == 0:
@@ -231,15 +145,17 @@ class Runner:
         """Call what was written to the view's `forward`, and say so where that does not call the plan."""
         before = self.calls
         self.settle((args, kwargs))
-        with self.region():
+        with self.graphs.region():
             outputs = override(*args, **kwargs)
         if self.calls != before:
             return outputs
-        self._say(
+        self.graphs.say(
             "forward", logging.WARNING, f"what was written to forward of a view of {type(self.model).__name__} runs "
             "under autocast, without its plan, which what was there would run",
         )  # fmt: skip
-        return restored(outputs, low_of_its_own(self.model, (args, kwargs), self.low)) if self.restores else outputs
+        if not self.graphs.restores:
+            return outputs
+        return restored(outputs, own_values(self.model, (args, kwargs), self.graphs.low, {}))
 
     def _refuse_twice(self, places: int, kwargs: Mapping[str, Any], method: str) -> None:
         """Raise TypeError for an argument given by place and by name: Dynamo takes the name for one of `**kwargs`."""
@@ -252,11 +168,12 @@ class Runner:
 
     def _run(self, call: Call, method: str) -> Any:
         if self._hooks.moved():
-            self.clear()
-        function = self._function("plain" if self.opened() is None else "window", method, call.model)
-        before = len(self.entries)
+            for function in self._functions.values():
+                function.clear()
+        function, graphs = self._function(self.opened() is not None, method, call.model), self.graphs
+        before = len(graphs)
         started = time.perf_counter()
-        if in_transform() or (self.as_written and state_of(call.model, method) in self.as_written):
+        if in_transform() or (graphs.as_written and state_of(call.model, method) in graphs.as_written):
             outputs = self._under_autocast(call, method)
         else:
             around = self._around(function, call)
@@ -265,7 +182,7 @@ class Runner:
                     stack.enter_context(context)
                 outputs = self._traced(function, call)
             function.called = True
-        if len(self.entries) > before:
+        if len(graphs) > before:
             self._announce(before, time.perf_counter() - started)
         for reason in dict.fromkeys(map(_shortened, call.again if call.does == "run" else ())):
             self._say_again(reason)
@@ -274,17 +191,19 @@ class Runner:
             self._look(function, call)
         return self._outside_of_graphs(outputs, call)
 
-    def _function(self, kind: str, method: str, model: nn.Module) -> Function:
+    def _function(self, in_window: bool, method: str, model: nn.Module) -> Function:
         """Return the compiled function for a call; where a change is an error, each state has one of its own."""
-        state = state_of(model) if self.on_change == "error" else None
-        key = (kind, method, state)
+        state = state_of(model) if self.settings.on_change == "error" else None
+        key = (in_window, method, state)
         function = self._functions.get(key)
         if function is None:
             with self._capturing:
                 # Sharded tensors do not take a size that is a symbol.
                 sharded = any(type(p).__name__ == "DTensor" for p in self.model.parameters())
-                self._marks = self._marks and self.dynamic is None and not sharded
-                function = self._functions.setdefault(key, Function(self, kind, method))
+                self._marks = self._marks and not sharded
+                opened = self.opened if in_window else None
+                made = Function(self.model, self.settings, self.graphs, method, opened)
+                function = self._functions.setdefault(key, made)
         function.refresh(model)
         return function
 
@@ -304,12 +223,12 @@ class Runner:
 
     def _traced(self, function: Function, call: Call) -> Any:
         """Call a compiled function under the view's autocast."""
-        device, rounds = self.device, self.policy.level.rounds
+        device, rounds = self.graphs.device, self.graphs.policy.level.rounds
         before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()
         marked = _mark_batch(call) if self._marks else []
         torch.set_autocast_enabled(device, rounds)
         if rounds:
-            torch.set_autocast_dtype(device, self.low)
+            torch.set_autocast_dtype(device, self.graphs.low)
         torch.set_autocast_cache_enabled(True)  # Dynamo guards it
         try:
             return function.call(call.model, *call.args, **call.kwargs)
@@ -349,39 +268,34 @@ class Runner:
 
     def of_autocast(self, error: str) -> str:
         """Return what to do about an error of an op that may come of autocast's dtypes; "" for another error."""
-        if not (self.policy.level.rounds and _OF_DTYPES.search(error)):
+        if not (self.graphs.policy.level.rounds and _OF_DTYPES.search(error)):
             return ""
         return (
             "under torch.autocast the op has other dtypes. If the model runs without it alone, put the op in a region "
-            f"torch.autocast('{self.device}', enabled=False)."
+            f"torch.autocast('{self.graphs.device}', enabled=False)."
         )
-
-    def say_refused(self, inner: Inner, error: Exception) -> None:
-        """Warn once that a graph runs node by node, as emitted, since its inner compiler has refused it."""
-        name = inner if isinstance(inner, str) else getattr(inner, "__name__", type(inner).__name__)
-        self._say(
-            f"compiler: {type(error).__name__}", logging.WARNING, f"{name} does not compile a graph of "
-            f"{type(self.model).__name__}, which runs by its plan, node by node: {in_short(error)}. It may compile it "
-            "with dynamic=False.",
-        )  # fmt: skip
 
     def _under_autocast(self, call: Call, method: str) -> Any:
         """Run the model itself under autocast, where Dynamo cannot trace."""
-        with self.region():
+        with self.graphs.region():
             run = getattr(type(call.model), method) if method else type(call.model).__call__
             return run(call.model, *call.args, **call.kwargs)
 
     def _outside_of_graphs(self, outputs: Any, call: Call) -> Any:
         """Give outputs their original dtypes where no graph does: in fields of a dataclass, and outside of graphs."""
-        if (type(outputs) is Tensor and outputs.dtype is torch.float32) or call.does != "run" or not self.restores:
+        if (
+            (type(outputs) is Tensor and outputs.dtype is torch.float32)
+            or call.does != "run"
+            or not self.graphs.restores
+        ):
             return outputs
         leaves = () if isinstance(outputs, (Tensor, dict)) else pytree.tree_leaves(outputs, is_leaf=is_whole)
         if call.whole and not any(map(is_dataclass, leaves)):
             return outputs
-        own, made = low_of_its_own(call.model, (call.args, call.kwargs), self.low), dict[int, Any]()
+        own, made = own_values(call.model, (call.args, call.kwargs), self.graphs.low, call.own), dict[int, Any]()
         outputs = restored(outputs, own, made, call.read)
         if not made.keys().isdisjoint(call.read):
-            self.note(_READ)
+            self.graphs.note(_READ)
         return outputs
 
     @property
@@ -393,8 +307,8 @@ class Runner:
 
     def run_as_written(self, why: str) -> None:
         """Run the model as its author wrote it in its present state, under autocast, which somebody has said."""
-        self.as_written[state_of(self.model)] = why
-        self._said.add(why)
+        self.graphs.as_written[state_of(self.model)] = why
+        self.graphs.said.add(why)
 
     def _look(self, function: Function, call: Call) -> None:
         """Say that a call did not run the plan, or not all of it: no graph ran, or a frame was left to Python.
@@ -403,26 +317,27 @@ class Runner:
             CaptureError: that is an error, by `on_change`.
             PolicyError: nothing was captured ahead of a first call, so overrides of the policy cannot act.
         """
-        mine = any(e.state.method == function.method for e in self.entries)
+        mine = any(graph.state.method == function.method for graph in self.graphs)
         planned = bool(call.ran or (call.idle and (mine or not self._computes)))  # an early exit may have no op
         frames = function.frames
-        outside, frames.news = frames.outside.values() if self.on_change == "error" else frames.news, []
+        outside, frames.news = frames.outside.values() if self.settings.on_change == "error" else frames.news, []
         if planned and not call.refused and not outside:
             return
         left = (*call.refused, *outside, *(f"graph break at {broke}" for broke in call.idle if broke and not planned))
-        why = "" if planned else self.as_written.get(state_of(call.model, function.method)) or self._cause(mine)
+        why = "" if planned else self.graphs.as_written.get(state_of(call.model, function.method)) or self._cause(mine)
         cause = ": ".join(filter(None, (why, "; ".join(dict.fromkeys(left)))))
         if cause == _NOTHING and not self._computes:
             return
-        name, instead = type(self.model).__name__, "under autocast" if self.policy.level.rounds else "as written"
-        if call.does == "capture" and not planned and (self.policy.ops or self.policy.modules):
-            raise PolicyError(f"the overrides of {self.policy} cannot act, for {name} runs {instead}: {cause}")
+        name, policy = type(self.model).__name__, self.graphs.policy
+        instead = "under autocast" if policy.level.rounds else "as written"
+        if call.does == "capture" and not planned and (policy.ops or policy.modules):
+            raise PolicyError(f"the overrides of {policy} cannot act, for {name} runs {instead}: {cause}")
         text = f"{name}: a call did not run {'all of ' * planned}its plan, but {instead}: {cause}"
         if (watch := watching()) is not None:
             watch.missed.append((self.model, cause))
-        if self.on_change == "error":
+        if self.settings.on_change == "error":
             raise CaptureError(text)
-        self._say(cause, logging.WARNING, text)
+        self.graphs.say(cause, logging.WARNING, text)
 
     @functools.cached_property
     def _computes(self) -> bool:
@@ -442,26 +357,23 @@ class Runner:
 
     def say_uncaptured(self, method: str) -> None:
         """Log once that a method runs under autocast and not by the plan: a warning where the plan says more."""
-        plain = self.policy.level.is_autocasts and not self.policy.modules and not self.policy.ops
-        level = logging.INFO if plain or not self.policy.level.rounds else logging.WARNING
+        policy = self.graphs.policy
+        plain = policy.level.is_autocasts and not policy.modules and not policy.ops
+        level = logging.INFO if plain or not policy.level.rounds else logging.WARNING
         name = f"{type(self.model).__name__}.{method}"
-        self._say(method, level, f"{name} runs under autocast, not captured; methods=({method!r},) captures it")
-
-    def _say(self, what: str, level: int, text: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
-            logger.log(level, "fxamp: %s", text)
+        self.graphs.say(method, level, f"{name} runs under autocast, not captured; methods=({method!r},) captures it")
 
     def say_idle_overrides(self) -> None:
         """Warn once of each override that has decided on no node of what was captured so far.
 
         Those of single nodes are left out: calibrations name all that is large, whatever decides there.
         """
-        given = [Override("op", *item) for item in self.policy.ops if "#" not in item[0]]
-        given += [Override("path", *item) for item in self.policy.modules]
-        if not given or self.replayed is not None:
+        policy = self.graphs.policy
+        given = [Override("op", *item) for item in policy.ops if "#" not in item[0]]
+        given += [Override("path", *item) for item in policy.modules]
+        if not given or self.graphs.replayed is not None:
             return
-        every = (d for entry in self.entries for d in entry.converted.plan.decisions if d.code == Code.OVERRIDE.value)
+        every = (d for graph in self.graphs for d in graph.plan.decisions if d.code == Code.OVERRIDE.value)
         decided = {d.reason for d in every if d.colour != "float32" or not d.reason.endswith("=low")}
         first = {id(module): path for path, module in self.model.named_modules()}
         names = {path: first[id(module)] for path, module in self.model.named_modules(remove_duplicate=False)}
@@ -472,7 +384,7 @@ class Runner:
                 else "nothing that it names was captured, or something else decides there, such as the dtype of a "
                 "value that is written in place, or of a table that rows are read from"
             )  # fmt: skip
-            self._say(
+            self.graphs.say(
                 str(override), logging.WARNING,
                 f"{override} has decided nothing in what was captured of {type(self.model).__name__} so far: {why}.",
             )  # fmt: skip
@@ -482,14 +394,15 @@ class Runner:
         name = type(self.model).__name__
         if (call := current()) is not None and call.does == "run":
             self.say_idle_overrides()
-        for entry in self.entries[first:]:
-            plan = entry.converted.plan
-            low = sum(d.colour == str(self.low).removeprefix("torch.") for d in plan.decisions)
-            short = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(self.low, str(self.low))
+        dtype, backend = self.graphs.low, self.settings.backend
+        for graph in self.graphs[first:]:
+            plan = graph.plan
+            low = sum(d.colour == str(dtype).removeprefix("torch.") for d in plan.decisions)
+            short = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, str(dtype))
             logger.info(
                 "fxamp: %s graph %d (%s): %d ops, %d %s, %d casts, %.1f s; inner %s %.1f s",
-                name, entry.number, entry.state, len(plan.decisions), low, short, plan.casts, seconds - entry.seconds,
-                self.backend if isinstance(self.backend, str) else "backend", entry.seconds,
+                name, graph.number, graph.state, len(plan.decisions), low, short, plan.casts, seconds - graph.seconds,
+                backend if isinstance(backend, str) else "backend", graph.seconds,
             )  # fmt: skip
 
     def _say_again(self, reason: str) -> None:
@@ -523,14 +436,6 @@ _READ = (
 _NO_CONTEXT: Any = contextlib.nullcontext()
 _UNKNOWN = "Dynamo left it to Python"
 _NOTHING = "no op was captured"
-
-
-def _reads_numpy(model: nn.Module) -> bool:
-    """Say whether a file that a module of the model, or its `forward`, is written in has imported NumPy."""
-    numpy, kinds = sys.modules.get("numpy"), {type(module) for module in model.modules()}
-    files = {name for kind in kinds for name in (kind.__module__, getattr(forward_of(kind), "__module__", None))}
-    known = (vars(sys.modules[name]) for name in files if name in sys.modules and not name.startswith("torch."))
-    return numpy is not None and any(value is numpy for names in known for value in list(names.values()))
 
 
 def _refuse_tracing() -> None:
@@ -579,19 +484,3 @@ def _shortened(text: str) -> str:
     found = next((line for line in lines if re.match(r"\d+/\d+:", line)), lines[0] if lines else "")
     guard, _, line = re.sub(r"^\d+/\d+: ", "", found).partition("  #")
     return f"{guard.strip()}  # {line.strip()}" if line and "_of_" not in line else guard.strip()
-
-
-def check_settings(
-    model: nn.Module, on_change: str = "recompile", methods: Any = (), dynamic: Any = None, **_: Any
-) -> None:
-    """Raise PolicyError for a setting that there is not, or a method that the model's class does not define."""
-    if dynamic not in (True, False, None):
-        raise PolicyError(f"dynamic is True, False or None, not {dynamic!r}.")
-    if on_change not in ("recompile", "error"):
-        raise PolicyError(f"on_change is 'recompile' or 'error', not {on_change!r}.")
-    if isinstance(methods, str):
-        raise PolicyError(f"methods is a tuple of names: write methods=({methods!r},).")
-    for name in methods:
-        if not callable(getattr(type(model), name, None)):
-            known = [n for n in dir(type(model)) if callable(getattr(type(model), n, None))]
-            raise PolicyError(f"{type(model).__name__} has no method {name!r}{nearest(name, known)}.")

@@ -11,7 +11,7 @@ from passes.contract.plan import Plan
 from passes.contract.policy import Policy
 
 from ..capture.backend import refuse_unmatched
-from ..capture.compiled import moved_to
+from ..capture.graph import moved_to
 from .runner import Runner
 from .view import is_view, runner_of
 
@@ -47,7 +47,7 @@ def _part(plan: Plan, prefix: str) -> Plan:
 
 def _settled(runner: Runner, policy: Policy) -> Policy:
     """Return a policy with the device and low dtype of a view; refuse one that names others."""
-    now = runner.policy
+    now = runner.graphs.policy
     for what, asked, has in (("dtype", policy.dtype, now.dtype), ("device", policy.device, now.device)):
         if asked is not None and has is not None and asked != has:
             raise PolicyError(

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph as FxGraph
+from torch.fx import GraphModule, Node
 
 from passes._torch import enter_autocast, exit_autocast
 from passes.graph.values import LOW_DTYPES, dtypes_of, no_autocast
@@ -23,11 +24,10 @@ from passes.ops.ops import NOTE
 
 from ..capture.backend import leave_sharing_to_the_compiler, recompute_as_written, rewrite
 from ..capture.call import Call, begin
-from ..capture.compiled import Converted, copied
+from ..capture.graph import Graph
 from ..capture.outputs import leaving
-from .function import Entry, function_of, names_in
+from .function import function_of
 from .runner import Runner
-from .state import state_of
 
 _MARK = {"cache_enabled": False}  # by which the region of a view is told from those of the author
 
@@ -37,7 +37,7 @@ def traced(runner: Runner, reads: Callable[[Any], Any] | None = None) -> Callabl
 
     Of its outputs `reads` returns what the code around it reads, and they are all that is cast; None for all of them.
     """
-    forward = function_of(runner, "", in_original_dtype, reads, **_MARK)
+    forward = function_of(runner.model, runner.graphs, "", in_original_dtype, reads, **_MARK)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -53,7 +53,7 @@ def in_original_dtype(value: Tensor) -> Tensor:
 
 
 def convert_views(
-    gm: GraphModule, inputs: Sequence[Any], runners: Sequence[Runner], made: list[Entry], *, eager: bool
+    gm: GraphModule, inputs: Sequence[Any], runners: Sequence[Runner], made: list[Graph], *, eager: bool
 ) -> None:
     """Convert the regions of views in a graph from Dynamo, in place; a view that has no graph yet keeps this one.
 
@@ -67,12 +67,12 @@ def convert_views(
     entered = _marked(gm.graph)
     for enter in entered:
         _Region(gm, enter, given, runners).convert(made, eager)
-    if not entered and torch.is_autocast_enabled(runners[0].device) and not torch.is_autocast_cache_enabled():
+    if not entered and torch.is_autocast_enabled(runners[0].graphs.device) and not torch.is_autocast_cache_enabled():
         _convert(gm, inputs, _runner_of(runners, inputs), made, eager)  # after a break inside the region of a view
     gm.recompile()
 
 
-def _marked(graph: Graph) -> list[Node]:
+def _marked(graph: FxGraph) -> list[Node]:
     """Return where the regions of views begin; what is marked in the same way inside one is the author's."""
     found, inside = list[Node](), None
     for node in graph.nodes:
@@ -83,18 +83,13 @@ def _marked(graph: Graph) -> list[Node]:
     return found
 
 
-def _convert(gm: GraphModule, inputs: Sequence[Any], runner: Runner, made: list[Entry], eager: bool) -> None:
-    captured = copied(gm)
-    converted = _rewritten(runner, gm, list(inputs))
+def _convert(gm: GraphModule, inputs: Sequence[Any], runner: Runner, made: list[Graph], eager: bool) -> None:
+    graph = _rewritten(runner, gm, list(inputs))
     if not eager:
         leave_sharing_to_the_compiler(gm)
-    state = state_of(runner.model)
-    own = any(e.state == state for e in runner.entries if not any(e is m for m in made))
-    if not own and converted.plan.decisions:
-        held = names_in(runner.model)
-        names = {i: held[id(v)] for i, v in enumerate(inputs) if id(v) in held}
-        made.append(Entry(len(runner.entries), converted, captured, names, {}, state, 0.0))
-        runner.entries.append(made[-1])
+    own = any(known.state == graph.state for known in runner.graphs if not any(known is m for m in made))
+    if not own and graph.plan.decisions:
+        made.append(runner.graphs.add(graph))
 
 
 def _runner_of(runners: Sequence[Runner], inputs: Sequence[Any]) -> Runner:
@@ -122,14 +117,14 @@ class _Region:
         self.examples = [given.get(n, n.meta.get("example_value")) for n in self.inputs]
         self.runner = _runner_of(runners, self.examples)
 
-    def convert(self, made: list[Entry], eager: bool) -> None:
+    def convert(self, made: list[Graph], eager: bool) -> None:
         """Convert it in a graph of its own, and put that in its place."""
         part = self._cut_out()
         _convert(part, self.examples, self.runner, made, eager)
         self._put_in_place(part)
 
     def _cut_out(self) -> GraphModule:
-        graph, env = Graph(), dict[Node, Node]()
+        graph, env = FxGraph(), dict[Node, Node]()
         for node in self.inputs:
             env[node] = graph.placeholder(node.name)
             env[node].meta = {k: v for k, v in node.meta.items() if k != NOTE}  # as of a cast behind another view
@@ -162,13 +157,13 @@ class _Region:
             graph.erase_node(node)
 
 
-def _rewritten(runner: Runner, part: GraphModule, examples: list[Any]) -> Converted:
+def _rewritten(runner: Runner, part: GraphModule, examples: list[Any]) -> Graph:
     """Convert a graph, with the model of a view for the one that is called: whoever asks finds this frame."""
     outer = begin(Call(runner.model, (), {}, _CODE))
     try:
         # A region in the graph is the view's. Without one a break lies in the region, which is on round the graph.
         with no_autocast() if _marked(part.graph) else contextlib.nullcontext():
-            return rewrite(part, examples, runner.policy, runs_on=runner.device)[0]
+            return rewrite(part, examples, runner.graphs.policy, runs_on=runner.graphs.device)
     finally:
         begin(outer)
 

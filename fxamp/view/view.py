@@ -15,17 +15,20 @@ import copy
 import functools
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from passes.contract.plan import Plan
 from passes.contract.policy import SHORT, Policy
 from passes.graph.values import LOW_DTYPES
 
-from ..capture.compiled import runner_of as runner_of
-from .runner import Runner, check_settings
+from ..capture.graphs import Graphs
+from ..capture.graphs import runner_of as runner_of
+from .runner import Runner
+from .settings import Settings
 
 # Base classes of libraries, whose methods configure, save and load; what computes calls the view, as `generate` does.
 _LIBRARIES = (
@@ -87,31 +90,28 @@ class View:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         runner = runner_of(self)
-        return functools.partial(make_view, **runner.settings), (runner.model, runner.asked)
+        return functools.partial(make_view, **_arguments(runner)), (runner.model, runner.graphs.asked)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         runner = runner_of(self)
-        made = make_view(copy.deepcopy(runner.model, memo), runner.asked, **runner.settings)
+        made = make_view(copy.deepcopy(runner.model, memo), runner.graphs.asked, **_arguments(runner))
         memo[id(self)] = made
         return made
 
     def __copy__(self) -> Any:
         runner = runner_of(self)
-        return make_view(copy.copy(runner.model), runner.asked, **runner.settings)
+        return make_view(copy.copy(runner.model), runner.graphs.asked, **_arguments(runner))
 
     def __repr__(self) -> str:
         runner = runner_of(self)
-        policy = runner.policy
+        policy, known = runner.graphs.policy, runner.graphs
         low = f" {SHORT[policy.dtype]}" if policy.dtype in LOW_DTYPES and policy.level.rounds else ""
-        casts = sum(entry.converted.plan.casts for entry in runner.entries)
-        graphs = f"{len(runner.entries)} graphs, {casts} casts" if runner.entries else "not captured yet"
+        graphs = f"{len(known)} graphs, {sum(g.plan.casts for g in known)} casts" if known else "not captured yet"
         return f"<fxamp view of {type(runner.model).__name__}: {policy.level}{low}, {graphs}>"
 
     def compile(self, *_: Any, backend: Any = "inductor", mode: str | None = None, options: Any = None) -> None:
         """Compile the graphs of this view by another backend from now on; the model itself is not changed."""
-        runner = runner_of(self)
-        runner.backend, runner.mode, runner.options = backend, mode, dict(options or {})
-        runner.clear()
+        runner_of(self).compile(backend=backend, mode=mode, options=options)
 
 
 def is_view(value: object) -> bool:
@@ -119,19 +119,23 @@ def is_view(value: object) -> bool:
     return isinstance(value, View)
 
 
-def make_view(model: nn.Module, policy: Policy, backend: Any = "eager", **settings: Any) -> Any:
-    """Return a view of a model, which captures at its first call.
+def _arguments(runner: Runner) -> dict[str, Any]:
+    """Return what another view of the same kind is made with."""
+    return {**vars(runner.settings), "replayed": runner.graphs.replayed}
+
+
+def make_view(model: nn.Module, policy: Policy, *, replayed: Plan | None = None, **settings: Any) -> Any:
+    """Return a view of a model, which captures at its first call; further arguments are `Settings`.
 
     Raises:
-        PolicyError: a method that is to be captured does not exist.
+        PolicyError: there is no such setting, or a method that is to be captured does not exist.
     """
     cls = type(model)
-    check_settings(model, **settings)
-    runner = Runner(model, policy, backend, **settings)
+    runner = Runner(model, Settings(**settings), Graphs(policy, replayed))
     call = _named_as(cls.forward, lambda self, *args, **kwargs: type(self)._fxamp_runner(args, kwargs))
     members = {
-        **_methods_of(cls, runner.methods), **_slots_of(cls), "forward": _Forward(call), "__doc__": cls.__doc__,
-        "__module__": cls.__module__, "__qualname__": cls.__qualname__, "_fxamp_runner": runner,
+        **_methods_of(cls, runner.settings.methods), **_slots_of(cls), "forward": _Forward(call),
+        "__doc__": cls.__doc__, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "_fxamp_runner": runner,
     }  # fmt: skip
     # A metaclass of the author's may keep a registry of classes, in which a view's class has no place.
     ordinary = type(cls) in (type, abc.ABCMeta)
@@ -142,7 +146,7 @@ def make_view(model: nn.Module, policy: Policy, backend: Any = "eager", **settin
     return view
 
 
-def _methods_of(cls: type, captured: tuple[str, ...]) -> dict[str, Any]:
+def _methods_of(cls: type, captured: Sequence[str]) -> dict[str, Any]:
     """Return what a view has in the place of the author's methods."""
     out: dict[str, Any] = {}
     for kind in reversed(cls.__mro__):
@@ -186,11 +190,11 @@ def _in_region(function: Any) -> Any:
         if torch.compiler.is_compiling():
             return function(self, *args, **kwargs)
         runner.settle((args, kwargs))
-        if runner.in_region():
+        if runner.graphs.in_region():
             return function(self, *args, **kwargs)
         if function.__name__ != "generate":
             runner.say_uncaptured(function.__name__)
-        with runner.region():
+        with runner.graphs.region():
             return function(self, *args, **kwargs)
 
     return _named_as(function, in_region_of_view)

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
 import fxamp
-from fxamp.capture import compiled
 from fxamp.capture.call import current
+from fxamp.capture.graph import copied
+from fxamp.capture.graphs import graphs_of
 from fxamp.observe.snapshot import fresh, preserved, same_random_state
 from fxamp.view.view import runner_of
 from passes._torch import pytree
@@ -217,12 +218,12 @@ class Calls:
         call = current()
         if self.module is None or call is None or call.ran[-1] < 0:
             return None, None
-        entry = runner_of(self.module).entries[call.ran[-1]]
-        return entry.captured, entry.converted.plan
+        graph = runner_of(self.module).graphs[call.ran[-1]]
+        return graph.captured, graph.plan
 
     def _of_compiled(self, gm: GraphModule, index: int) -> tuple[GraphModule, fxamp.Plan]:
         names = [n.name for n in gm.graph.nodes]
-        found = [e.plan for e in compiled.entries(self.module) if [n.name for n in e.graph.graph.nodes] == names]
+        found = [g.plan for g in graphs_of(self.module) if [n.name for n in g.emitted.graph.nodes] == names]
         return self.captured[index], found[-1]
 
     def of_view(self, model: torch.nn.Module, args: Any, kwargs: Any, policy: Policy | str) -> list[Pair]:
@@ -234,7 +235,7 @@ class Calls:
         """Do the same with a model compiled by `torch.compile`, called in the context."""
 
         def backend(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-            self.captured.append(compiled.copied(gm))
+            self.captured.append(copied(gm))
             return fxamp.backend(policy, self)(gm, example_inputs)
 
         self.module = torch.compile(model, backend=backend)

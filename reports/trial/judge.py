@@ -4,14 +4,13 @@ O0 has to be eager PyTorch to the bit. O1 has to have the forward values of `tor
 that its plan names at the first node that differs; its gradients, and all of O2 and O3, are as close to FP32 as low
 precision allows (`runs.Allowed`), twice as far at O3, or as close to the model on low inputs; what is infinite in FP32
 may be the largest low number there. If an output has another dtype than the model's, that is a guess and no mismatch
-where a line of fxamp's log says so.
+where the model holds 16-bit tensors or is given any.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 import fxamp
-from fxamp.capture import outputs
+from fxamp.capture.outputs import meets_low
 from fxamp.errors import NotFaithfulError
 from fxamp.observe.snapshot import fresh, preserved, same_attributes
 from passes._torch import pytree
@@ -204,36 +203,9 @@ def _named(level: str, verdict: Verdict, pairs: Callable[[], list[Pair]]) -> Ver
     return Verdict(DEVIATION, f"{code} at {where}")
 
 
-@contextlib.contextmanager
-def _guesses() -> Iterator[list[str]]:
-    """Collect the lines of the log that say that the dtype of an output is a guess."""
-    said: list[str] = []
-
-    class Heard(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if "in the model itself" in record.getMessage():
-                said.append(record.getMessage())
-
-    logger, heard, before = logging.getLogger("fxamp"), Heard(), logging.root.manager.disable
-    level, propagates = logger.level, logger.propagate
-    outputs._say_doubtful.cache_clear()  # it warns once for a class
-    logging.disable(logging.DEBUG)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    logger.addHandler(heard)
-    try:
-        yield said
-    finally:
-        logger.removeHandler(heard)
-        logger.setLevel(level)
-        logger.propagate = propagates
-        logging.disable(before)
-
-
 def _judged_at_call(found: Subject, front_end: str, level: str) -> Verdict:
-    with _guesses() as said:
-        verdict, got, plan = _compiled(found, front_end, level)
-    if said and got is not None and verdict.kind == MISMATCH and _other_dtypes(got, found.plain):
+    verdict, got, plan = _compiled(found, front_end, level)
+    if got is not None and verdict.kind == MISMATCH and _meets_low(found) and _other_dtypes(got, found.plain):
         restored = with_dtypes(got, found.plain)
         if not _judge(found, restored, level, plan).failed:
             return Verdict(GUESS, verdict.why)
@@ -335,6 +307,10 @@ def _judge(found: Subject, got: Run, level: str, plan: fxamp.Plan | None, *, wid
         return Verdict(OK)
     why = found.allowed.too_far(got if level == "O1" else unsaturated(got, found.plain, found.dtype), level)
     return Verdict(MISMATCH, why) if why else Verdict(OK)
+
+
+def _meets_low(found: Subject) -> bool:
+    return meets_low(found.model, (found.args, found.kwargs))
 
 
 def _other_dtypes(got: Run, plain: Run) -> bool:

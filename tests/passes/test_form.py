@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from fxamp.capture.capture_jit import attribute_of
+from fxamp.capture.graph import attribute_of
 from passes.assign.assign_precision import AssignPrecision
 from passes.casts.insert_casts import InsertCasts
 from passes.contract.errors import VerificationError

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from fxamp.capture.capture_jit import attribute_of
+from fxamp.capture.graph import attribute_of
 from passes.assign.assign_precision import AssignPrecision
 from passes.casts.eliminate_casts import EliminateCasts
 from passes.casts.insert_casts import InsertCasts

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.fx import GraphModule
 
-from fxamp.capture.capture_jit import attribute_of
+from fxamp.capture.graph import attribute_of
 from fxamp.cli.printed import Printed
 from passes import NAMES, ByteCosts, Pipeline, watched
 from passes.assign.assign_precision import AssignPrecision

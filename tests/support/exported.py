@@ -11,7 +11,7 @@ from torch.fx import GraphModule, symbolic_trace
 from torch.fx.graph import CodeGen
 
 import fxamp
-from fxamp.capture.given import inline_regions
+from fxamp.capture.user_graph import inline_regions
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from fxamp.capture.capture_jit import attribute_of
+from fxamp.capture.graph import attribute_of
 from passes import compile_graph
 from passes._torch import FakeTensorMode, pytree
 from passes.contract.plan import Plan

@@ -17,7 +17,7 @@ from torch import nn
 from passes.contract.errors import PolicyError, VerificationError
 
 from ..._torch import compiled_call, original_of
-from ...capture.compiled import runner_of
+from ...capture.graphs import runner_of
 from ...convert import converted_in
 from ...harmless import as_text
 from ...observe.watch import Watch
@@ -211,8 +211,8 @@ def census_of(model: nn.Module, parts: Mapping[str, nn.Module], step: Step) -> C
             f"{len(nodes)} nodes read and give {inside[0].planned} as planned, and torch's op casts inside and "
             f"computes products in {inside[0].ran}: {nodes[0]}"
         )
-    policies = [str(ledger.ran.converted.plan.policy) for ledger in ledgers]
-    policies += [str(runner.policy) for runner in views.values()]
+    policies = [str(ledger.ran.known.plan.policy) for ledger in ledgers]
+    policies += [str(runner.graphs.policy) for runner in views.values()]
     return Census(
         name=type(original_of(model) or model).__name__, policy=next(iter(policies), ""),
         planned=planned_rows(ledgers) if has_plan else None, ran=rows, differences=tuple(found), scaling=scaling,
@@ -269,4 +269,4 @@ class CallCensus:
 def _graphs(model: nn.Module) -> int:
     """Return the number of graphs of all views in a model."""
     runners = [runner for module in model.modules() if (runner := runner_of(module)) is not None]
-    return sum(len(runner.entries) for runner in runners)
+    return sum(len(runner.graphs) for runner in runners)

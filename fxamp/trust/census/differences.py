@@ -82,8 +82,8 @@ def _of_graph(ledger: Ledger) -> Iterator[Difference]:
     for name, ran in ledger.ran.nodes.items():
         if name not in ledger.emitted:
             yield Difference("unplanned", name, "", _text(*ran), "a node that is not in the plan", at)
-    modules = [m for m in ledger.ran.converted.graph.modules() if isinstance(m, GraphModule)]
-    casts, planned_casts = sum(is_cast(n) for m in modules for n in m.graph.nodes), ledger.ran.converted.plan.casts
+    modules = [m for m in ledger.ran.known.emitted.modules() if isinstance(m, GraphModule)]
+    casts, planned_casts = sum(is_cast(n) for m in modules for n in m.graph.nodes), ledger.ran.known.plan.casts
     if casts != planned_casts:
         yield Difference("missing", f"graph {at}", f"{planned_casts} casts", f"{casts} casts", graph=at)
     for key in ledger.decisions.keys() - set(ledger.keys.values()):
@@ -194,9 +194,9 @@ def _why(seen: Seen, ops: Iterable[tuple[Seen, Sum]], watch: Watch, ledgers: Seq
     if not place.inside:
         return "called by hand, not by the view"
     wide = any(s.product and s.dtype not in _LOW for s, _ in ops)
-    low = any(runner.policy.level.rounds for runner in watch.entered)
+    low = any(runner.graphs.policy.level.rounds for runner in watch.entered)
     off = ", where torch.autocast is off" if wide and low else ""
-    breaks = [ledger.ran.converted.broke for ledger in ledgers if ledger.ran.converted.broke]
+    breaks = [ledger.ran.known.broke for ledger in ledgers if ledger.ran.known.broke]
     missed = [text for _, text in watch.missed]
     cause = next(iter((*missed, *(f"graph break at {text}" for text in breaks))), "left to Python by Dynamo")
     return f"{cause}{off}"

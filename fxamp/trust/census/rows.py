@@ -86,11 +86,11 @@ def ledgers_of(watch: Watch) -> tuple[Ledger, ...]:
 
 
 def _ledger(number: int, ran: Ran) -> Ledger:
-    emitted = ran.converted.graph.graph
+    emitted = ran.known.emitted.graph
     names = node_names(emitted)
     calls = (n for n in emitted.nodes if n.op.startswith("call"))
     keys = {n.name: next((names[r] for r in (n, *readers(n)) if r in names), "(output)") for n in calls}
-    decisions = {d.key: d for d in ran.converted.plan.decisions if not d.graph}
+    decisions = {d.key: d for d in ran.known.plan.decisions if not d.graph}
     return Ledger(number, ran, {n.name: n for n in emitted.nodes}, keys, decisions)
 
 

@@ -19,12 +19,12 @@ from torch.fx import GraphModule
 from passes.contract.errors import PolicyError
 from passes.graph.values import no_autocast
 
-from ...capture.compiled import Converted
 from ...capture.emitted import record_on
-from ...capture.given import flat_inputs
+from ...capture.graph import Graph
+from ...capture.user_graph import flat_inputs
 from ...observe.snapshot import same_attributes, same_random_state
 from ...observe.tensors import held, kept
-from ...observe.watch import Watch, node_by_node
+from ...observe.watch import Watch, observed
 from ...observe.workload import GivenStep, copies, loss_of, model_of, output_of
 from .differences import Difference
 from .rows import Row
@@ -152,7 +152,7 @@ def watched_graphs(parts: Sequence[nn.Module]) -> Iterator[None]:
     """Put what a watch can see in the place of the `forward` of converted graphs."""
     changed = [part for part in parts if isinstance(part, GraphModule) and record_on(part) is not None]
     for part in changed:
-        part.__dict__["forward"] = _by_node(part, Converted(part, (record_on(part) or {})["plan"]))
+        part.__dict__["forward"] = _by_node(part, Graph(part, (record_on(part) or {})["plan"], part))
     try:
         yield
     finally:
@@ -160,10 +160,11 @@ def watched_graphs(parts: Sequence[nn.Module]) -> Iterator[None]:
             del part.__dict__["forward"]
 
 
-def _by_node(part: GraphModule, given: Converted) -> Callable[..., Any]:
-    run = node_by_node(part.forward, part, given, "eager")
+def _by_node(part: GraphModule, given: Graph) -> Callable[..., Any]:
+    run = part.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return part.graph.process_outputs(run(*flat_inputs(part, args, kwargs)))
+        inputs = tuple(flat_inputs(part, args, kwargs))
+        return part.graph.process_outputs(observed(given, part, "eager", run, inputs))
 
     return forward

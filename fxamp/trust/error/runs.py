@@ -18,8 +18,8 @@ from passes.contract.errors import CaptureError, PolicyError
 from passes.contract.policy import Policy
 from passes.graph.values import no_autocast
 
-from ...capture.compiled import runner_of
 from ...capture.emitted import record_on
+from ...capture.graphs import runner_of
 from ...capture.inputs import device_of, resolve
 from ...convert import convert, converted_in
 from ...errors import in_short
@@ -82,12 +82,12 @@ class Subject:
                     f"{type(given.model).__name__}: {what} is converted already, so other policies cannot be compared: "
                     "give the model that it was made of, or a view of the whole."
                 )
-            self.model, self.own = runner.model, runner.asked
+            self.model, self.own = runner.model, runner.graphs.asked
         self.device = device_of(self.model, (given.batches[0][0],))
         if self.own is not None:
-            self.name = str(self.own) if runner.replayed is None else f"{self.own} by a plan"
+            self.name = str(self.own) if runner.graphs.replayed is None else f"{self.own} by a plan"
             self.add(self.name, resolve(self.own, self.model, (given.batches[0][0],)), given.model)
-            if runner.replayed is None:
+            if runner.graphs.replayed is None:
                 self._views[str(self.policy(self.name))] = given.model
         self.parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self._sites: dict[int, tuple[GraphModule, GraphSites]] = {}
@@ -233,7 +233,7 @@ class Subject:
         """Return the sites of an emitted graph, found once."""
         if id(graph) not in self._sites:
             inputs = [n.name for n in graph.graph.nodes if n.op == "placeholder"]
-            names = {inputs[i]: path for i, (_, path) in zip(converted.places, converted.parameters, strict=False)}
+            names = {inputs[i]: converted.names.get(i, "") for i in converted.places}
             self._sites[id(graph)] = graph, GraphSites(graph, names)
         return self._sites[id(graph)][1]
 

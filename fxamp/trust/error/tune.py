@@ -21,7 +21,7 @@ from passes.contract.errors import PolicyError
 from passes.contract.plan import CERTIFICATE, Plan
 from passes.contract.policy import Level, Policy
 
-from ...capture.compiled import runner_of
+from ...capture.graphs import runner_of
 from ...convert import plan_of
 from ...errors import in_short
 from ...measure.costs import Penalties
@@ -200,7 +200,7 @@ class _Search:
             return self._cuts[name]
         view = self._subject.converted(base)
         scale = weight * charged.bytes
-        runner_of(view).costs = Penalties(
+        runner_of(view).graphs.costs = Penalties(
             ByteCosts(base.device or self._subject.device),
             {key: scale * v for key, v in charged.values.items()}, {key: scale * v for key, v in charged.casts.items()},
         )  # fmt: skip

@@ -248,7 +248,7 @@ class _Finite(Watch):
     @property
     def policy(self) -> Policy:
         """The policy of the graphs that ran."""
-        found: Policy = self.graphs[0].converted.plan.policy
+        found: Policy = self.graphs[0].known.plan.policy
         return found
 
     def where(self, place: Place) -> str:
@@ -378,12 +378,12 @@ class _Finite(Watch):
 
     def _enter(self, converted: Any) -> int:
         """Return the number of a graph here; the graphs inside it follow, in the order of the plan."""
-        known = next((at for at, ran in enumerate(self.graphs) if ran.graph is converted.graph), None)
+        known = next((at for at, ran in enumerate(self.graphs) if ran.graph is converted.emitted), None)
         if known is not None:
             return known
         first, plan = len(self.graphs), converted.plan
-        for i, graph in enumerate(_all_graphs(converted.graph)):
-            self.graphs.append(Ran(replace(converted, graph=graph, plan=plan.from_graph(i)), graph, ""))
+        for i, graph in enumerate(_all_graphs(converted.emitted)):
+            self.graphs.append(Ran(replace(converted, emitted=graph, plan=plan.from_graph(i)), graph, ""))
         return first
 
     def node(self, nodes: _Nodes, n: Node) -> Any:

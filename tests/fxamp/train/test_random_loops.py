@@ -173,7 +173,7 @@ class Run:
         if self.run["flush"] and self.step.position:
             self.step.flush()
             self.show()
-        assert runner_of(self.step.model).entries  # the plan ran
+        assert runner_of(self.step.model).graphs  # the plan ran
         return self.out
 
     def show(self) -> None:

@@ -31,7 +31,7 @@ def gradients(model: nn.Module) -> list[Tensor]:
 
 def assert_plan_ran(model: Any) -> None:
     """Say that a graph was captured, and that the policy decides what it computes."""
-    assert runner_of(model).entries
+    assert runner_of(model).graphs
     other = fxamp.convert(runner_of(model).model, policy="O1,dtype=bf16,modules.first=fp32")
     with torch.no_grad():
         assert not torch.equal(model(X[0]), other(X[0]))
@@ -382,7 +382,7 @@ def test_a_switch_is_in_the_state_and_resumes() -> None:
         step(x)
         resumed(x)
     assert equal(state(model), state(again))
-    assert runner_of(again).policy.level == runner_of(model).policy.level
+    assert runner_of(again).graphs.policy.level == runner_of(model).graphs.policy.level
     assert dict(fxamp.report(step).training)["policy from window 1 on"] == "O1,dtype=bf16"
 
 

@@ -599,7 +599,7 @@ def test_other_sizes_are_taken_with_few_graphs(what: str) -> None:
         assert_same(got, expected)
         if what == "sizes returned":
             assert [type(v) for v in (got[1], got[2][0])] == [torch.Size] * 2
-    assert len(runner_of(view).entries) <= most
+    assert len(runner_of(view).graphs) <= most
 
 
 @pytest.mark.parametrize(("dynamic", "graphs"), [(None, 1), (True, 1), (False, 3)])
@@ -607,7 +607,7 @@ def test_dynamic_says_what_another_batch_costs(dynamic: bool | None, graphs: int
     view = fxamp.convert(Two(), (example(),), policy=BF16, dynamic=dynamic)
     for rows in (4, 2, 3):
         assert view(example(rows)).shape == (rows, 6)
-    assert len(runner_of(view).entries) == graphs
+    assert len(runner_of(view).graphs) == graphs
 
 
 def test_what_marks_a_batch_is_gone_after_a_call_and_a_mark_of_the_users_stays() -> None:
@@ -618,7 +618,7 @@ def test_what_marks_a_batch_is_gone_after_a_call_and_a_mark_of_the_users_stays()
     for given in (x, example(3), x, example(5)):
         view(given)
         assert not given.__dict__
-    assert len(runner_of(view).entries) == 1
+    assert len(runner_of(view).graphs) == 1
     fxamp.convert(Two(), (marked,), policy=BF16)(marked)
     assert marked.__dict__ == before
 

@@ -328,7 +328,7 @@ def test_four_first_calls_at_once_capture_one_graph() -> None:
     with ThreadPoolExecutor(4) as pool:
         outputs = list(pool.map(lambda _: view(x), range(4)))
     assert all(torch.equal(a, outputs[0]) for a in outputs)
-    assert len(type(view)._fxamp_runner.entries) == 1
+    assert len(type(view)._fxamp_runner.graphs) == 1
 
 
 def test_two_views_of_one_model_have_two_policies() -> None:
@@ -343,14 +343,23 @@ def test_two_views_of_one_model_have_two_policies() -> None:
         fxamp.plan_of(model)
 
 
-def test_a_dropped_view_frees_its_graphs() -> None:
+class Breaking(Net):
+    """What Dynamo compiles of it below the break is code of the class, which outlives every view."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [Net, Breaking])
+def test_a_dropped_view_frees_its_graphs(kind: Any) -> None:
     import gc
     import weakref
 
-    model, x = Net(), example()
+    model, x = kind(), example()
     view = fxamp.compile(model, policy="O1", backend="eager")
     view(x).sum().backward()
-    entries = [weakref.ref(entry) for entry in type(view)._fxamp_runner.entries]
+    entries = [weakref.ref(entry) for entry in type(view)._fxamp_runner.graphs]
     runner = weakref.ref(type(view)._fxamp_runner)
     del view
     gc.collect()

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxamp
 from fxamp._torch import TorchDispatchMode
-from fxamp.view import function
+from fxamp.capture import backend
 from tests.support.front_ends import FRESH, under_autocast
 from tests.support.helpers import Two, assert_same, assert_untouched, example, fingerprint, in_turns
 
@@ -68,8 +68,8 @@ def spoiled(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Graph], None
             made.recompile()
             return made
 
-        original = function.copied  # type: ignore[attr-defined]
-        monkeypatch.setattr(function, "copied", copied)
+        original = backend.copied  # type: ignore[attr-defined]
+        monkeypatch.setattr(backend, "copied", copied)
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU())
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fxamp
-from fxamp.capture import described
+from fxamp.capture import graph
 from fxamp.measure.costs import Penalties
 from fxamp.view.graphs import plan_of
 from fxamp.view.view import runner_of
@@ -28,7 +28,7 @@ def net(layers: int = 1) -> nn.Module:
 
 def view_of(model: nn.Module, costs: CostModel | None = None) -> nn.Module:
     view: nn.Module = fxamp.convert(model, policy="O2,dtype=bf16")
-    runner_of(view).costs = costs
+    runner_of(view).graphs.costs = costs
     view(X)
     return view
 
@@ -62,7 +62,7 @@ def test_deciding_again_takes_the_time_of_the_passes() -> None:
         finally:
             seconds.append(time.process_time() - start)
 
-    with mock.patch.object(described, "compile_graph", timed):
+    with mock.patch.object(graph, "compile_graph", timed):
         start = time.process_time()
         plan_of(runner_of(view), DEAR)
         whole = time.process_time() - start

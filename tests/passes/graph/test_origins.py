@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxamp.capture.capture_jit import attribute_of
+from fxamp.capture.graph import attribute_of
 from passes import Origin, compile_graph
 from passes.contract.errors import CaptureError
 from passes.contract.policy import Policy

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.fx import Graph, Node, symbolic_trace
 from torch.nn.utils import rnn as rnn_utils
 
-from fxamp.capture import given
+from fxamp.capture import user_graph
 from passes.graph.notes import note
 from passes.ops import ops
 from passes.ops.rules import RULES
@@ -344,7 +344,7 @@ def inlined(model: nn.Module) -> Graph:
     """Trace a model, which leaves its module whole, and put what the module calls in its place."""
     gm = symbolic_trace(model)
     assert [n.target for n in gm.graph.find_nodes(op="call_module")] == ["inner"]
-    given._inline_modules(gm)
+    user_graph._inline_modules(gm)
     return gm.graph
 
 

@@ -300,7 +300,7 @@ def test_penalties_move_a_value_to_fp32_where_they_outweigh_its_casts() -> None:
 
     def colours(values: dict[str, float], casts: dict[tuple[str, str], float]) -> dict[str, str]:
         view = fxamp.convert(Net(between), policy="O2,dtype=bf16")
-        runner_of(view).costs = Penalties(ByteCosts("cpu"), values, casts)
+        runner_of(view).graphs.costs = Penalties(ByteCosts("cpu"), values, casts)
         view(X)
         return {d.key: d.colour for d in fxamp.plan_of(view).decisions}
 

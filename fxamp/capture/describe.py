@@ -8,10 +8,8 @@ so they are inferred again.
 
 from __future__ import annotations
 
-import functools
-import logging
 import re
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Container, Iterable, Sequence, Set
 from typing import Any
 
 import torch
@@ -20,15 +18,12 @@ from torch.fx import Graph, GraphModule, Node
 
 from passes._torch import enter_autocast, exit_autocast, pytree
 from passes.contract.policy import Policy, module_override, type_names
-from passes.graph.bodies import bodies_of
 from passes.graph.notes import CastMeaning, Origin, Origins, Region, provenance
 from passes.graph.values import (
     ELIGIBLE,
     LOW_DTYPES,
     Inference,
-    described,
     dtypes_of,
-    first_float,
     is_floating,
     literal_dtype,
     refuse_mixed,
@@ -38,14 +33,11 @@ from passes.ops import ops
 from passes.ops.facts import rule_of
 from passes.ops.rules import COMPOSITE, row_of
 
-from .._torch import is_transformed, source_name, without_transforms
-from .own_dtypes import own_dtypes, seen_dtypes, without_low
+from .._torch import is_transformed, without_transforms
+from .graph import attribute_of
 from .scope import Scope
 
-logger = logging.getLogger(__name__)
 _ROOT = re.compile(r"^[LG]\['\w+'\]\.?")
-_OF_OBJECT = re.compile(r"^G\[|[\])]\.")
-_ATOM = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.([A-Za-z]\w*)")  # skips `_modules` and `_parameters`
 
 
 def ambient_dtype(graph: Graph, device: str) -> torch.dtype | None:
@@ -77,13 +69,13 @@ def _whole_region(graph: Graph) -> tuple[Node, Node] | None:
 
 def describe(
     gm: GraphModule, origins: Origins, *,
-    ambient: bool, policy: Policy, scope: Scope | None, holds: Set[Node], given: Set[Node],
-) -> dict[int, torch.dtype]:  # fmt: skip
+    ambient: bool, policy: Policy, scope: Scope | None, crossed: Set[Node], alone: Sequence[Any] | None, stays: bool,
+) -> dict[int, bool]:  # fmt: skip
     """Annotate every node with what passes read: `val` and the module path; and add the rest to its origin.
 
     A cast is "literal" if the user called `.float()` or a similar method, "autocast" if its dtype was seen in a trace
-    under autocast, and "baked" if only its dtype without autocast is known. If a dtype was low in a trace under
-    autocast, the graph gets FP32, and the origin keeps the low dtype.
+    under autocast, and "baked" if only its dtype without autocast is known. A dtype that was low in a trace under
+    autocast is autocast's: the graph gets FP32, and the origin keeps the low dtype.
 
     Args:
         gm: changed in place: dtypes that are low by autocast become FP32.
@@ -91,48 +83,43 @@ def describe(
         ambient: autocast was on while Dynamo traced, so the example values and what Python read have its dtypes.
         policy: says where nothing is low, even if it was low in the trace: at O0, and in modules overridden to FP32.
         scope: where the graph lies in the compiled module, if that is known.
-        holds: the inputs that the model itself holds, or has made low.
-        given: the others that the compiled module was called with.
+        crossed: the low inputs that are so by autocast alone: they crossed a graph break.
+        alone: the dtypes of the outputs in a trace of the model without autocast, None where there is none.
+        stays: without such a trace, what is low stays low.
 
     Returns:
-        The dtypes in the model itself, by number, of the outputs made here that are low, there or by autocast. Beside
-        values that are low there, or low inputs, the other outputs are among them.
+        The places of the outputs that are low, and whether they are low without autocast too.
     """
-    description = _Description(gm.graph, origins, ambient, policy, scope, holds, given)
+    description = _Description(origins, gm.graph, ambient, policy, scope, crossed)
     description.of(gm)
     if scope is not None:
         _add_fused(gm.graph, origins, scope.root)
+    if not ambient:
+        return {}
     outputs: Any = gm.graph.output_node().args[0]
-    low = {n: dtypes_of(n.meta["val"]) for n in gm.graph.nodes if ambient and seen_dtypes(n) in LOW_DTYPES}
-    own = description.own or {n: dtype for n, dtype in low.items() if dtype in LOW_DTYPES or not origins[n].leaves}
-    made = {i: own.get(n) for i, n in enumerate(outputs) if isinstance(n, Node)}
-    for i, dtype in made.items():
+    own, low = description.without_autocast(gm.graph, crossed, stays), dict[int, bool]()
+    for i, node in ((i, n) for i, n in enumerate(outputs) if isinstance(n, Node)):
+        dtype = own.get(node) if alone is None or alone[i] not in ELIGIBLE else alone[i]
         if dtype in ELIGIBLE:
-            origins.add(outputs[i], low_of_its_own=dtype if dtype in LOW_DTYPES else None, leaves_as=dtype)
-    calls = {i: dtype for i, dtype in made.items() if outputs[i].op.startswith("call")}
-    return {i: dtype for i, dtype in calls.items() if dtype in (*ELIGIBLE, torch.complex32)}
+            origins.add(node, low_of_its_own=dtype if dtype in LOW_DTYPES else None, leaves_as=dtype)
+        if {dtype, seen_dtypes(node)} & {*LOW_DTYPES}:
+            low[i] = dtype in LOW_DTYPES
+    return low
 
 
 class _Description:
     """Describes a graph and the bodies of the higher-order ops in it."""
 
     def __init__(
-        self, graph: Graph, origins: Origins, ambient: bool, policy: Policy, scope: Scope | None,
-        holds: Set[Node], given: Set[Node],
+        self, origins: Origins, graph: Graph, ambient: bool, policy: Policy, scope: Scope | None, crossed: Set[Node]
     ) -> None:  # fmt: skip
         self.origins = origins
         self.by_meta = {id(n.meta): n for n in graph.nodes}  # Dynamo shares that of a value with an input of a body
         self.ambient, self.policy, self.scope, self.infer = ambient, policy, scope, Inference()
-        self.holds, self.given = holds, given
-        # If a model holds or receives low tensors, a low dtype comes from these, not from results of autocast.
-        self.authors = {*map(seen_dtypes, holds | given)} & {*LOW_DTYPES}
+        low = (seen_dtypes(n) for n in graph.find_nodes(op="placeholder") if n not in crossed)
+        self.authors = {*low} & {*LOW_DTYPES}  # of tensors that the model holds or is given
         self.by_regions: set[torch.dtype] = set()  # the low dtypes of the author's own regions
-        named = {literal_dtype(n) for n in graph.nodes if _is_method(n)}
-        inputs = {*map(seen_dtypes, graph.find_nodes(op="placeholder"))}
-        self.makes_low = not (inputs | named).isdisjoint(LOW_DTYPES)
-        self.own: dict[Node, Any] = {}  # dtypes in the model itself
         self.of_regions: dict[Region, Inference] = {}  # what ops give in the author's own regions
-        self.doubtful: set[Node] = set()  # nodes whose dtype may be the model's own or autocast's
 
     def of(self, gm: GraphModule, *, call: Node | None = None) -> None:
         """Describe one graph, in place: the whole, or the body of the call of a higher-order op."""
@@ -158,8 +145,6 @@ class _Description:
                 held[node] = dtypes_of(value)
         for node in nodes:
             self.origins.setdefault(node, Origin())
-        if self.ambient and (self.makes_low or self.by_regions) and not inside:
-            self._decide_own(gm)
 
     def _enter(self, place: Node, call: Node | None) -> None:
         """Give an input of a body a meta of its own, and the origin of the outer value that it shared its meta with."""
@@ -170,26 +155,31 @@ class _Description:
         if call is not None and _detaches(call):
             self.origins.add(place, role=self.origins[place].role or "leaf")
 
-    def _decide_own(self, gm: GraphModule) -> None:
-        """Decide which dtypes values have in the model itself, and log where that of an output is a guess."""
-        bodies = bodies_of(gm.graph, functools.partial(attribute_of, gm))
-        bodies = {n: inside for n, inside in bodies.items() if not self.origins[n].under_autocast}
+    def without_autocast(self, graph: Graph, crossed: Set[Node], stays: bool) -> dict[Node, Any]:
+        """Return the dtypes that values have without autocast, where inputs that `crossed` a break are not low.
 
-        def decided(doubtful: Set[Node], guesses: bool) -> dict[Node, Any]:
-            infer, holds, given = self._in_the_model, self.holds, self.given
-            return own_dtypes(gm.graph, infer, holds, given, doubtful, bodies, guesses=guesses)
-
-        self.own = decided(self.doubtful, True)
-        if not self.doubtful or self.policy.output_dtype == "autocast":
-            return
-        fewest, most = decided(self.doubtful, False), decided(set(), False)
-        for node in gm.graph.output_node().all_input_nodes:
-            if fewest.get(node) != most.get(node):
-                logger.info(
-                    "fxamp: what %s gives is taken to be %s in the model itself, which is a guess: your code names %s, "
-                    "or reads it off a value that is so under autocast alone. output_dtype='autocast' leaves it so.",
-                    *(described(node), first_float(self.own[node]), first_float(most[node])),
-                )  # fmt: skip
+        An op that rejects its operands runs under autocast alone, so what it gives is not low; and a dtype that was
+        read under autocast is autocast's. If what is low `stays`, both are as they were traced, as what is read in a
+        region of the author's own.
+        """
+        own: dict[Node, Any] = {}
+        for node in graph.nodes:
+            if (value := node.meta.get("val")) is None:
+                continue
+            own[node], region = dtypes_of(value), self.origins[node].region
+            as_seen = stays or (region is not None and region[1])
+            if node in crossed:
+                own[node] = without_low(own[node])
+            elif self.origins[node].read is not None:
+                own[node] = seen_dtypes(node) if as_seen else without_low(own[node])
+            elif row_of(node).higher_order:
+                own[node] = seen_dtypes(node) if as_seen else own[node]
+            elif node.op.startswith("call"):
+                try:
+                    own[node] = self._in_the_model(node, own.get)
+                except Exception:  # whatever a fake kernel raises
+                    own[node] = seen_dtypes(node) if stays else without_low(own[node])
+        return own
 
     def _in_the_model(self, node: Node, dtype_of: Callable[[Node], Any]) -> Any:
         """Return the dtypes that a node gives in the model itself: without autocast, but for the author's own regions.
@@ -250,7 +240,6 @@ class _Description:
         if not low:
             return
         if given in self.authors or (given in self.by_regions and not fp32):
-            self.doubtful.add(node)
             self.origins.add(node, read=given if ops.name(node) == "to" else None)
             return
         row, operand, read = row_of(node), next((o.node for o in ops.operands(node)), None), None if fp32 else given
@@ -276,6 +265,18 @@ class _Description:
         stack = node.meta.get("nn_module_stack", {}).values() if self.policy.modules else ()
         found = module_override(self.policy, [(str(path), type_names(kind)) for path, kind in stack])
         return found is not None and found.colour == "fp32"
+
+
+def seen_dtypes(node: Node) -> Any:
+    """Return the dtypes that a value had while Dynamo traced."""
+    return dtypes_of(node.meta.get("example_value"))
+
+
+def without_low(dtypes: Any, low: Container[torch.dtype | None] = LOW_DTYPES) -> Any:
+    """Return dtypes with FP32 in the place of low ones, or of those given."""
+    if isinstance(dtypes, tuple):
+        return tuple(without_low(d, low) for d in dtypes)
+    return torch.float32 if dtypes in low else dtypes
 
 
 def _as_cast(node: Node) -> None:
@@ -388,30 +389,3 @@ def _without_read(node: Node, operand: Node) -> Node:
     node.replace_input_with(operand, cast)
     cast.meta = provenance(node)
     return cast
-
-
-def attribute_of(gm: GraphModule, path: str) -> Any:
-    """Return what the target of a get_attr refers to."""
-    return functools.reduce(getattr, path.split("."), gm)
-
-
-def is_attribute(placeholder: Node) -> bool:
-    """Say whether Dynamo took an input of a graph from a module, as it does buffers, and not from the call."""
-    return "._buffers[" in source_name(placeholder)
-
-
-def is_held(placeholder: Node) -> bool:
-    """Say whether Dynamo took an input of a graph from an object, such as the model, or a global: it is no argument."""
-    return _OF_OBJECT.search(source_name(placeholder)) is not None
-
-
-def is_returned(placeholder: Node) -> bool:
-    """Say whether an input of a graph may be what a call returned that is between it and the graph before."""
-    return "___stack" in source_name(placeholder)
-
-
-def parameter_path(placeholder: Node) -> str:
-    """Return the path of a parameter in the module whose forward Dynamo captured, "" if it is unknown."""
-    name = source_name(placeholder)
-    atoms = ["".join(found) for found in _ATOM.findall(name)]
-    return ".".join(atoms[1:])  # the first is the local variable that the module is in

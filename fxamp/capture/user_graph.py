@@ -49,15 +49,15 @@ from passes.runtime.sizes import check_sizes
 
 from .._torch import BatchNorm, codegen_of, flat_by, python_kernels, without_transforms
 from ..errors import in_short
-from .capture_jit import attribute_of, regions_of
-from .compiled import copied
+from .describe import regions_of
 from .emitted import Emitted, is_writable, with_record
+from .graph import attribute_of, copied
 from .inputs import Inputs, resolve
 from .one_step import fakes_of_one_step
 from .parameters import opaque_parameters, refuse_low_parameters
 
 
-def convert_given(
+def convert_graph(
     given: GraphModule | ExportedProgram, inputs: Inputs | None, policy: Policy, replayed: Plan | None = None, *,
     costs: CostModel | None = None,
 ) -> GraphModule:  # fmt: skip

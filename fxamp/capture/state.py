@@ -35,7 +35,8 @@ class State:
         return self.method, not self.training, list(_GRAD).index(self.grad)
 
 
-STATES = (State("", True, "grad"), State("", False, "grad"), State("", False, "no_grad"), State("", False, "inference"))
+TRAINED = State("", True, "grad")
+STATES = (TRAINED, State("", False, "grad"), State("", False, "no_grad"), State("", False, "inference"))
 
 
 def state_of(model: nn.Module, method: str = "") -> State:

@@ -1,0 +1,301 @@
+"""What runs one graph, and what is looked at then.
+
+Ambient autocast is off meanwhile, and on again afterwards. The call of a view that is under way hears that the graph
+ran; whoever watches sees its nodes; weights that are cast once are read; and the error of an op that refuses the 16
+bits that it is given gets a note: its name, its place, and the way out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import linecache
+import logging
+import re
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from torch.utils.weak import WeakIdKeyDictionary
+
+from passes._torch import FakeTensor
+from passes.contract.plan import Plan
+from passes.graph.outputs import viewed
+from passes.graph.values import LOW_DTYPES, dtypes_of, module_path, source
+from passes.ops import ops
+from passes.ops.rules import row_of
+from passes.runtime.regions import under_autocast
+
+from .._torch import kept_by_compiled, pop_mode, push_mode, storage_id
+from ..observe.watch import Compile, observed
+from .call import Call, current
+from .graph import Graph
+from .graphs import Graphs, compiled_in_place
+from .parameters import low_parameters, refuse_low_parameters
+from .scope import is_gathered, is_training, scope
+
+logger = logging.getLogger(__name__)
+
+_NO_KERNEL = re.compile(r"not implemented for '(Half|BFloat16|c10::Half|c10::BFloat16)'")
+
+
+class Captured(BaseException):
+    """Raised in the place of running a graph: Dynamo has stored it, and nothing of the model has run."""
+
+
+class GraphCall:
+    """A graph that can be called, as Dynamo calls it.
+
+    Args:
+        graph: what is known of it.
+        gm: the module that was compiled.
+        run: what the compiler has made of it.
+        compile: compiles it once more, with further options and for given inputs.
+        inputs: the inputs that it was compiled for.
+        device: the kind of device whose autocast is off while it runs.
+        graphs: the store of its view; None for a model that is compiled in place, where each call finds it.
+        whole: it has all of a call of the view.
+        more: gives further inputs, from the inputs of a call.
+    """
+
+    __slots__ = (
+        "__weakref__", "_by", "_compile", "_crossing", "_device", "_first", "_gm", "_graphs", "_last", "_low", "_more",
+        "_parts", "_run", "_seen", "_underflow", "_whole", "graph",
+    )  # fmt: skip
+
+    def __init__(
+        self, graph: Graph, gm: GraphModule, run: Callable[..., Any], compile: Compile | None,
+        inputs: Sequence[Any], device: str, *, graphs: Graphs | None = None, whole: bool = False,
+        more: Callable[[Sequence[Any]], Iterable[Any]] | None = None,
+    ) -> None:  # fmt: skip
+        self.graph, self._gm, self._run, self._compile = graph, gm, run, compile
+        self._by = "eager" if graph.kept is None else graph.kept.by
+        self._device, self._graphs, self._whole, self._more = device, graphs, whole, more
+        self._first = next(iter(graph.places), -1)
+        first = inputs[self._first] if graph.places else None
+        self._seen: Any = WeakIdKeyDictionary({} if first is None else {first: None})
+        self._last: Any = None if first is None else weakref.ref(first)  # whether it is seen takes microseconds
+        self._parts = {
+            i: v.dtype
+            for i, v in enumerate(inputs)
+            if isinstance(v, FakeTensor) and v.dtype in LOW_DTYPES and not isinstance(v, nn.Parameter)
+        }  # of a part that torch splits off for DDP: what the policy keeps in FP32 arrives so from the part before
+        self._low = [i for i in graph.places if low_parameters([("", inputs[i])])]
+        self._underflow = UnderflowWatch(graph.plan)
+        crosses = _read_inputs(graph, inputs), graph.read, tuple(graph.own.items())
+        self._crossing = crosses if any(crosses) else None
+
+    def release(self) -> None:
+        """Let go of the graph: torch may keep this object for as long as the process lives."""
+        for name in ("graph", "_gm", "_run", "_compile", "_graphs", "_more"):
+            setattr(self, name, None)
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the graph."""
+        device = self._device
+        if not torch.is_autocast_enabled(device):
+            return self._called(args)
+        torch.set_autocast_enabled(device, False)  # `torch.autocast` takes microseconds more
+        try:
+            return self._called(args)
+        finally:
+            torch.set_autocast_enabled(device, True)
+
+    def _called(self, args: tuple[Any, ...]) -> Any:
+        if self._last is not None and args[self._first] is not self._last():
+            self._meet(args)
+        if self._low and torch.is_grad_enabled():  # Dynamo does not guard the mode of a model that does not read it
+            named = [(self.graph.inputs[i].path, args[i]) for i in self._low]
+            refuse_low_parameters(named, is_training(), is_gathered)
+        if self._parts:
+            args = tuple(a.to(self._parts.get(i, a.dtype)) if i in self._parts else a for i, a in enumerate(args))
+        call = current()
+        if call is None:
+            return self._ran(args)
+        if call.does == "capture":
+            raise Captured
+        if call.does == "compare":
+            outputs = self._as_captured(args)
+        else:
+            call.ran.append(self.graph.number)
+            call.whole = self._whole
+            if call.modes:
+                with _modes_of(call):
+                    outputs = self._ran(args)
+            else:
+                outputs = self._ran(args)
+        if not self._whole or call.does == "compare":
+            call.made += (weakref.ref(value) for value in outputs if isinstance(value, Tensor))
+        if self._crossing is not None:
+            self._note(call, args, outputs)
+        return outputs
+
+    def _ran(self, args: tuple[Any, ...]) -> Any:
+        """Run what was emitted, and look at what came out."""
+        given = args if self._more is None else (*args, *self._more(args))
+        try:
+            outputs = observed(self.graph, self._gm, self._by, self._run, given, self._compile)
+        except Exception as e:
+            name_the_op(e)
+            raise
+        if not self._underflow.done:
+            self._underflow(outputs)
+        if self.graph.kept is not None:
+            self.graph.kept(args, outputs)
+        return outputs
+
+    def _as_captured(self, args: tuple[Any, ...]) -> Any:
+        """Run what was captured, as the model runs, without autocast's cache."""
+        policy, captured = self.graph.plan.policy, self.graph.captured
+        low = policy.dtype if policy.level.rounds else None
+        with torch.autocast(self._device, dtype=low, enabled=low is not None, cache_enabled=False):
+            return captured(*args)
+
+    def _meet(self, args: tuple[Any, ...]) -> None:
+        """Keep the graph for other parameters too, as Dynamo runs it for any module of the same code.
+
+        Raises:
+            PolicyError: the policy asks for other colours in that module, by its path.
+        """
+        first = args[self._first]
+        if first not in self._seen:
+            found = scope()
+            names = found.names if found is not None else {}
+            if self._graphs is None or id(first) in names:  # else as `functional_call` swaps them
+                moved = self.graph.at(args, names)
+                graphs = compiled_in_place(moved, found) if self._graphs is None else self._graphs
+                if graphs.rebind(moved):
+                    self.graph = moved
+            self._seen[first] = None
+        self._last = weakref.ref(first)
+
+    def _note(self, call: Call, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """Note what crosses a break: low values that something was computed from, and which are the model's own."""
+        assert self._crossing is not None
+        given, read, own = self._crossing
+        for value in (*(inputs[i] for i in given), *(outputs[i] for i in read)):
+            if value.dtype in LOW_DTYPES and value.requires_grad:
+                call.read[id(value)] = value
+        for i, low in own:
+            call.own[id(outputs[i])] = outputs[i], low
+
+
+def _read_inputs(graph: Graph, inputs: Sequence[Any]) -> tuple[int, ...]:
+    """Return the places of the inputs with gradients, parameters aside, from which a graph computes something."""
+    values = zip(graph.emitted.graph.find_nodes(op="placeholder"), inputs, strict=True)
+    return tuple(
+        i for i, (node, value) in enumerate(values)
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.requires_grad and _is_read(node)
+    )  # fmt: skip
+
+
+def _is_read(value: Node) -> bool:
+    """Say whether something is computed from a value; a view of it is no more than that."""
+    return any(u.op.startswith("call") and (viewed(u) is None or _is_read(u)) for u in value.users)
+
+
+@contextlib.contextmanager
+def _modes_of(call: Call) -> Iterator[None]:
+    """Run with the dispatch modes on that were on when a view was called."""
+    modes, call.modes = call.modes, []
+    for mode in modes:
+        push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in modes:
+            pop_mode()
+        call.modes = modes
+
+
+def name_the_op(error: Exception) -> None:
+    """Give the error of a graph a note, if an op that is given 16 bits, and may have no kernel for them, has raised it.
+
+    The error stays the user's: its type and its words. Python 3.10 has no notes; there it is a line in the log.
+    """
+    node = _raised_by(error.__traceback__)
+    if node is None or (row_of(node).known and _NO_KERNEL.search(str(error)) is None):
+        return
+    given = [dtypes_of(n.meta.get("val", n.meta.get("example_value"))) for n in node.all_input_nodes]
+    if node.target is not under_autocast and not any(dtype in LOW_DTYPES for dtype in given):
+        return
+    name, path, line = ops.name(node), module_path(node), source(node)
+    where = f"the op {name}{f' of {path!r}' if path else ''}{f' ({line})' if line else ''}"
+    text = f"fxamp: {where} is given 16 bits. If it has no kernel for them, set ops.{name}=fp32 in the policy."
+    if text in getattr(error, "__notes__", ()):
+        return
+    if hasattr(error, "add_note"):
+        error.add_note(text)
+    else:
+        logger.warning(text)
+
+
+def _raised_by(trace: TracebackType | None) -> Node | None:
+    """Return the node of the innermost graph in a traceback that was running, as the line of its code says."""
+    found = None
+    while trace is not None:
+        module = trace.tb_frame.f_locals.get("self")
+        if trace.tb_frame.f_code.co_name == "forward" and isinstance(module, GraphModule):
+            line = linecache.getline(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
+            name = re.split(r"[ :]", line.strip())[0]
+            found = next((node for node in module.graph.nodes if node.name == name), found)
+        trace = trace.tb_next
+    return found
+
+
+class UnderflowWatch:
+    """Warns once, when gradients flow back through FP16 and no GradScaler has scaled a loss."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.done = plan.policy.dtype is not torch.float16 or not plan.policy.level.rounds
+
+    def __call__(self, outputs: Iterable[object]) -> None:
+        """Watch the outputs of one call of a graph."""
+        if self.done or torch.compiler.is_compiling():
+            return
+        for out in outputs:
+            if isinstance(out, torch.Tensor) and out.requires_grad and not out.is_leaf:
+                out.register_hook(self._check)
+                return
+
+    def _check(self, _: torch.Tensor) -> None:
+        if self.done:
+            return
+        self.done = True
+        scalers = [o for o in gc.get_objects() if issubclass(type(o), torch.amp.GradScaler)]
+        if all(getattr(scaler, "_scale", None) is None for scaler in scalers):  # a disabled one has none
+            warnings.warn(
+                "FP16 gradients without a loss scale underflow silently: scale the loss with fxamp.LossScaler or "
+                "torch.amp.GradScaler, or train with fxamp.TrainStep, which scales it.",
+                stacklevel=2,
+            )
+
+
+class Kept:
+    """Measures once what one compiled graph keeps for backward, where a partitioner decides what is recomputed.
+
+    Attributes:
+        by: the name of the compiler.
+        bytes: size of the storages that it kept, parameters excluded; None if no call with gradients was seen.
+    """
+
+    def __init__(self, by: object) -> None:
+        self.by = by if isinstance(by, str) else str(getattr(by, "__name__", type(by).__name__))
+        self.bytes: int | None = None
+        self._done = False
+
+    def __call__(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """Look at one call."""
+        if self._done or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        self._done = True
+        saved = kept_by_compiled(outputs)
+        if saved is not None:
+            parameters = {storage_id(value) for value in inputs if isinstance(value, nn.Parameter)}
+            sizes = {storage_id(t): t.untyped_storage().nbytes() for t in saved}
+            self.bytes = sum(size for storage, size in sizes.items() if storage not in parameters)
