@@ -15,7 +15,7 @@ from passes.contract.plan import Plan
 from passes.graph.values import module_path, source
 from passes.ops import ops
 
-from .modes import ModesKeptOnError
+from .modes import Modes
 from .run import name_the_op
 
 _RECORD = "fxamp"  # where a graph keeps what was decided on it
@@ -36,7 +36,7 @@ class Emitted(GraphModule):
                     return self(*args, **kwargs)
         if torch.compiler.is_compiling():
             return super().__call__(*args, **kwargs)
-        with ModesKeptOnError():
+        with Modes():
             try:
                 return super().__call__(*args, **kwargs)
             except Exception as e:

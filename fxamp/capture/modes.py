@@ -1,4 +1,4 @@
-"""The modes of torch around a graph: an error in it leaves none switched."""
+"""The modes of torch around a call or a graph: an error in it, or an interrupt, leaves none switched."""
 
 from __future__ import annotations
 
@@ -9,32 +9,43 @@ import torch
 from passes.contract.devices import DEVICES
 
 
-class ModesKeptOnError:
-    """A context that puts the grad mode and autocast of devices back where an error leaves a region of a graph open."""
+class Modes:
+    """The grad mode and autocast of devices as they are now; as a context, put back where an error ends it.
+
+    Python handles a signal between any two calls, so also between these here: `restore` may be called again.
+    """
 
     def __init__(self, devices: Iterable[str] = tuple(DEVICES)) -> None:
-        self._devices = devices
-
-    def __enter__(self) -> None:
         self._grad = torch.is_grad_enabled()
-        self._found = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in self._devices]
+        self._autocast = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
         self._cached, self._depth = torch.is_autocast_cache_enabled(), _depth()
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if kind is None:
-            return
+    def restore(self) -> None:
+        """Put back what has changed, and leave the regions of autocast that were entered."""
         torch.set_grad_enabled(self._grad)
-        for device, on, dtype in self._found:
+        for device, on, dtype in self._autocast:
             torch.set_autocast_enabled(device, on)
             torch.set_autocast_dtype(device, dtype)
         torch.set_autocast_cache_enabled(self._cached)
         while _depth() > self._depth:
-            if torch.autocast_decrement_nesting() == 0:  # as `torch.autocast` does at its end
-                torch.clear_autocast_cache()
+            torch.autocast_decrement_nesting()
+        if not self._depth:  # as `torch.autocast` does at its end
+            torch.clear_autocast_cache()
+
+    def __enter__(self) -> None:
+        """Return nothing: they are as they were when it was made."""
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        """Restore them after an error."""
+        if kind is None:
+            return
+        try:
+            self.restore()
+        finally:
+            self.restore()  # a signal may have ended the first
 
 
 def _depth() -> int:
-    """Return how many regions of autocast are open."""
-    depth = torch.autocast_increment_nesting()
-    torch.autocast_decrement_nesting()
-    return depth
+    """Return how many regions of autocast are open: C code calls both functions, and handles no signal in between."""
+    enter, leave = iter(torch.autocast_increment_nesting, None), iter(torch.autocast_decrement_nesting, None)
+    return next(zip(enter, leave, strict=False))[1]

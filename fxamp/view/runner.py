@@ -49,7 +49,7 @@ from .._torch import (
 )
 from ..capture.call import Call, begin, current
 from ..capture.graphs import Graphs, runner_of
-from ..capture.modes import ModesKeptOnError
+from ..capture.modes import Modes
 from ..capture.outputs import is_whole, own_values, restored
 from ..capture.state import state_of
 from ..observe.watch import watching
@@ -128,18 +128,27 @@ class Runner:
         outer = current()
         self.settle((args, kwargs))
         call = Call(model or self.model, args, kwargs, RUN, does or (outer.does if outer is not None else "run"))
-        begin(call)
-        # Autocast's cache is kept until the call ends, and cleared here, where Dynamo does not look at Python's frames.
-        # Where a graph breaks inside an autocast region, leaving the region would clear it: torch holds a lock
-        # meanwhile, and Dynamo would wait for the thread that captures to compile a callback of a tensor that is freed.
-        torch.autocast_increment_nesting()
+        modes = Modes((self.graphs.device,))
         try:
-            with ModesKeptOnError((self.graphs.device,)):
-                return self._run(call, method)
-        finally:
+            begin(call)
+            # Autocast's cache is kept until the call ends, and cleared here, where Dynamo does not look at Python's
+            # frames. Where a graph breaks inside an autocast region, leaving the region would clear it: torch holds a
+            # lock meanwhile, and Dynamo would wait for the thread that captures to compile a callback of a tensor that
+            # is freed.
+            torch.autocast_increment_nesting()
+            outputs = self._run(call, method)
             if torch.autocast_decrement_nesting() == 0:
                 torch.clear_autocast_cache()
             begin(outer)
+        except BaseException:
+            try:
+                begin(outer)
+                modes.restore()
+            finally:  # a signal may have ended the first
+                begin(outer)
+                modes.restore()
+            raise
+        return outputs
 
     def call_override(self, override: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call what was written to the view's `forward`, and say so where that does not call the plan."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import linecache
 import logging
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +18,7 @@ from torch import Tensor, nn
 
 import fxamp
 from fxamp._torch import dynamo_errors
+from fxamp.capture.call import current
 from tests.support.front_ends import BF16, F32, FP16, FRESH
 from tests.support.helpers import Two, example
 
@@ -385,6 +389,55 @@ def test_an_error_behind_a_break_leaves_autocast_as_it_was(error: BaseException)
             with pytest.raises(type(error)):
                 view(x)
             assert state() == before
+    model.raises = None  # type: ignore[assignment]
+    assert torch.equal(view(x), expected)
+
+
+def interrupted_at(run: Callable[[], Any], line: int) -> bool:
+    """Raise KeyboardInterrupt at one of the lines of a call that are of a view's runner; say if it has so many.
+
+    Python handles signals where functions are called, so not at the lines that only begin a block.
+    """
+    left = line
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal left
+        if not frame.f_code.co_filename.endswith(("view/runner.py", "capture/modes.py", "capture/call.py")):
+            return None
+        text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        if event == "line" and not text.startswith(("try:", "except", "finally:")):
+            left -= 1
+            if left < 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        run()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_interrupt_at_any_line_of_a_call_leaves_autocast_as_it_was(fails: bool) -> None:
+    model, x = Two(broken, raises=None), example()
+    view = fxamp.convert(model, policy="O1,dtype=bf16")
+    expected, before, line = view(x), state(), 0
+    model.raises = ValueError("a") if fails else None  # type: ignore[assignment]
+
+    def run() -> None:
+        with contextlib.suppress(ValueError):
+            view(x)
+
+    while interrupted_at(run, line):
+        assert (line, state(), torch.is_grad_enabled(), current()) == (line, before, True, None)
+        line += 1
+    assert line > 40
     model.raises = None  # type: ignore[assignment]
     assert torch.equal(view(x), expected)
 
