@@ -1,12 +1,14 @@
-"""Notice hooks that are registered after a graph was captured.
+"""Notice hooks that are registered, or removed, after a graph was captured.
 
 Dynamo guards the hooks that were there when it captured. Guards on the tables of hooks that are empty would cost up to
-2 ms a call for 900 modules, so Dynamo leaves them out, and this watches the number of all hooks ever registered.
+2 ms a call for 900 modules, so Dynamo leaves them out, and this watches the number of all hooks ever registered. What
+a hook has broken, as a backward hook breaks the graph, no guard mends when it is gone: so of the hooks that were there
+it is looked whether they still are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Container, Hashable
 from typing import Any
 
 from torch import nn
@@ -20,22 +22,32 @@ class HookWatch:
     """Says whether a model has other hooks than at the last look."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model, self._number, self._hooks = model, number_of_hooks(), _hooks_of(model)
+        self._model = model
+        self._look()
 
     def moved(self) -> bool:
-        """Say whether hooks were added since the last look; of hooks that were removed Dynamo's guards know."""
-        number = number_of_hooks()
-        if number == self._number:
-            return False
-        self._number, before, self._hooks = number, self._hooks, _hooks_of(self._model)
-        return not self._hooks <= before
+        """Say whether hooks were added or removed since the last look."""
+        if number_of_hooks() == self._number:
+            if all(key in table for table, key in self._present) and self._everywhere == _everywhere(self._everywhere):
+                return False
+            self._look()
+            return True
+        before, everywhere = self._hooks, self._everywhere
+        self._look()
+        return self._hooks != before or self._everywhere != everywhere
+
+    def _look(self) -> None:
+        self._number, self._everywhere = number_of_hooks(), _everywhere()
+        self._hooks, self._present = set[Hashable](), list[tuple[Container[Any], Any]]()
+        for module in self._model.modules():
+            for name in _TABLES:
+                if table := module.__dict__.get(name):
+                    self._present += ((table, key) for key in table)
+                    self._hooks.update((id(module), name, key) for key in table)
 
 
-def _hooks_of(model: nn.Module) -> set[Hashable]:
-    found: set[Hashable] = {("", "", id(hook)) for hook in global_module_hooks() if not is_module_tracker(hook)}
-    for module in model.modules():
-        held: dict[str, Any] = module.__dict__
-        for name in _TABLES:
-            if table := held.get(name):
-                found.update((id(module), name, key) for key in table)
-    return found
+def _everywhere(before: Container[int] | None = None) -> set[int]:
+    """Return the hooks that run for every module; nothing, without a look, if there were none `before`."""
+    if before == set():
+        return set()
+    return {id(hook) for hook in global_module_hooks() if not is_module_tracker(hook)}

@@ -687,3 +687,23 @@ def test_a_hook_on_a_value_inside_forward_runs(way: str, hook: Callable[[Tensor]
     model.zero_grad()
     fxamp.convert(model, policy=way)(x).sum().backward()
     assert_same([p.grad for p in model.parameters()], expected)
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_a_hook_that_broke_the_graph_leaves_nothing_broken_when_it_is_removed(everywhere: bool) -> None:
+    model, x = Two(), example()
+    view = fxamp.convert(model, policy=OTHER)
+    expected = view(x)
+
+    def hook(*_: Any) -> None:
+        pass
+
+    on_all = nn.modules.module.register_module_full_backward_hook
+    handle = on_all(hook) if everywhere else model.m.register_full_backward_hook(hook)
+    try:
+        view(x.clone().requires_grad_()).sum().backward()
+    finally:
+        handle.remove()
+    for _ in range(2):
+        assert torch.equal(view(x), expected)
+    assert fxamp.census(view, x)
