@@ -82,6 +82,12 @@ def is_gathered() -> bool:
     return False
 
 
+def stays_spread(model: nn.Module) -> bool:
+    """Say whether graphs read parameters that are spread over ranks, as with tensor parallelism, which none gathers."""
+    spread = any(type(p).__name__ == "DTensor" for p in model.parameters())
+    return spread and not any(map(_is_sharded, model.modules()))
+
+
 def _is_sharded(module: object) -> bool:
     # By name: torch.distributed is not in every build. FSDP2 changes the class of a view, and not that of its model.
     hooks = vars(module)["_forward_pre_hooks"].values() if isinstance(module, nn.Module) else ()

@@ -43,6 +43,7 @@ from ..capture.graph import break_of
 from ..capture.graphs import Graphs
 from ..capture.outputs import holds_low, is_whole, leaving, meets_low
 from ..capture.run import GraphCall, Kept
+from ..capture.scope import stays_spread
 from ..errors import in_short
 from .copies import Opened, lift, lifted_inputs
 from .replay import Replaying
@@ -99,8 +100,10 @@ class Function:
             return graphs.restores and call is not None and meets_low(call.model, (call.args, call.kwargs))
 
         answer_whether_exporting()
+        # A tensor that is spread over ranks takes no size that is a symbol: a graph for each batch size then.
+        dynamic = False if settings.dynamic is None and stays_spread(model) else settings.dynamic
         self.frames = Frames(
-            function, fxamp, model, traces_by, asks=asks, dynamic=settings.dynamic, fullgraph=settings.fullgraph
+            function, fxamp, model, traces_by, asks=asks, dynamic=dynamic, fullgraph=settings.fullgraph
         )
         self.call = self.frames.call
         weakref.finalize(self, _let_go, self._code, self._calls)

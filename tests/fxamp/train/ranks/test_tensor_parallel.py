@@ -21,6 +21,7 @@ from tests.support.workers import Workers
 WINDOW: dict[str, Any] = {"scaler": SCALER, "accumulate_steps": 2, "max_grad_norm": 0.05}
 BATCHES = X[:12].clone()
 BATCHES[6] = INF
+PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}  # of each block's two wide layers
 
 
 def spread(how: str, mesh: Any) -> nn.Module:
@@ -35,7 +36,7 @@ def spread(how: str, mesh: Any) -> nn.Module:
         return model
     parts: list[nn.Module] = list(blocks())
     for block in parts[:2]:
-        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        parallelize_module(block, mesh, PLAN)
     if how == "compiled":
         parts = [fxamp.compile(part, policy=FP16, backend="eager") for part in parts]
     return nn.Sequential(*parts)
@@ -72,6 +73,23 @@ def test_ranks_that_share_layers_train_as_one_that_has_them_whole(two: Workers, 
         assert rank[2] == pytest.approx(one[2], rel=1e-3, nan_ok=True)
         assert rank[3] == one[3]
         torch.testing.assert_close(rank[4], one[4], rtol=0, atol=bound)
+
+
+def batches_of_many_sizes(_: str) -> list[bool]:
+    model = blocks()
+    for block in list(model)[:2]:
+        parallelize_module(block, init_device_mesh("cpu", (dist.get_world_size(),)), PLAN)
+    view = fxamp.convert(model, policy="O1,dtype=bf16")
+    equal = []
+    for batch in (X.flatten(0, 1)[:size] for size in (8, 5, 3, 8)):
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = model(batch).float()
+        equal.append(torch.equal(view(batch), expected))
+    return equal
+
+
+def test_a_view_of_layers_that_ranks_share_takes_batches_of_many_sizes(two: Workers) -> None:
+    assert two(batches_of_many_sizes, "") == [[True] * 4] * 2
 
 
 def overflow(p: Any) -> None:
