@@ -49,7 +49,7 @@ class Input:
     Attributes:
         kind: a "parameter" or "buffer" of the model; an "attribute": another tensor that it holds; an "argument", or
             what crossed a graph break; a "size"; or a "number" that Dynamo made a tensor of.
-        path: of a parameter or buffer: from the compiled module, else from the one whose code was captured.
+        path: of what the model holds: from the compiled module, else from the one whose code was captured.
         value: a number of the model.
         parameter: refers to the parameter; None where torch has put a stand-in there.
     """
@@ -218,9 +218,9 @@ def _input_of(node: Node, value: Any, names: Mapping[int, str]) -> Input:
         return Input("size")
     if is_number_input(node):
         return Input("number", value=value.detach().clone() if source_name(node).startswith("L['model']") else None)
-    if id(value) in names or is_attribute(node):
+    if is_attribute(node):
         return Input("buffer", names.get(id(value), ""))
-    return Input("attribute" if is_held(node) else "argument")
+    return Input("attribute" if is_held(node) else "argument", names.get(id(value), ""))
 
 
 def copied(gm: GraphModule, kind: type[GraphModule] = GraphModule) -> GraphModule:

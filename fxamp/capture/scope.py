@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 from passes._torch import pytree
 
 from .._torch import MODULE_CALLS, compiled_call, original_of
+from ..observe.tensors import plain
 from .call import current
 
 
@@ -28,7 +29,7 @@ class Scope:
     Attributes:
         root: the compiled module.
         modules: paths in it, by identity as Dynamo writes it.
-        names: paths of parameters and buffers, by identity.
+        names: paths of parameters, buffers and tensors in plain attributes, by identity.
         inside: the modules around the code being captured: path and type, from the root to the innermost.
         given: the leaves of the inputs of the compiled module.
     """
@@ -59,7 +60,8 @@ def scope() -> Scope | None:
     parts = [p for p in modules.get(str(id(innermost)), "").split(".") if p]
     paths = [".".join(parts[:i]) for i in range(len(parts) + 1)]
     inside = tuple((path, type(root.get_submodule(path))) for path in paths)
-    names = {id(t): path for path, t in (*root.named_parameters(), *root.named_buffers())}
+    held = (*plain(root).items(), *root.named_parameters(), *root.named_buffers())
+    names = {id(t): path for path, t in held}
     return Scope(root, modules, names, inside, given)
 
 

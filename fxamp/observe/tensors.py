@@ -39,6 +39,12 @@ def tables(module: nn.Module) -> list[dict[str, Any]]:
     return [own, *(v for name, v in own.items() if name in _TABLES and isinstance(v, dict))]
 
 
+def plain(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return, by name, the tensors that are plain attributes of modules: neither parameters nor buffers."""
+    named = ((path, name, value) for path, m in model.named_modules() for name, value in m.__dict__.items())
+    return {f"{path}.{name}".lstrip("."): value for path, name, value in named if isinstance(value, torch.Tensor)}
+
+
 @contextlib.contextmanager
 def kept(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Restore tensors, whatever happens inside: their contents, and their storage if `set_` replaced it.

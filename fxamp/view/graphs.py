@@ -35,6 +35,7 @@ from ..capture.graph import Graph
 from ..capture.graphs import coverage, runner_of, together
 from ..capture.outputs import leaving
 from ..capture.state import State
+from ..observe.tensors import plain
 from .replay import OR
 from .runner import Runner
 
@@ -59,8 +60,9 @@ def ordered(runner: Runner) -> list[Graph]:
 
 
 def _attributes(model: nn.Module) -> dict[str, Any]:
-    """Return parameters and buffers of a model by all their names."""
-    return dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
+    """Return parameters, buffers and tensors in plain attributes of a model by all their names."""
+    held = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {**plain(model), **dict(held)}
 
 
 class Placed(NamedTuple):

@@ -663,3 +663,29 @@ def test_a_model_of_a_module_that_python_cannot_import_reads_its_own_globals(nam
     assert torch.equal(view(x), model(x))
     scope["SCALE"] = 3.0
     assert torch.equal(view(x), model(x))
+
+
+class Tables(nn.Module):
+    """Has a tensor in a plain attribute, as old code has positions and masks, in itself and in a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.l, self.places = nn.Linear(6, 6), torch.arange(6.0)
+        self.l.table = torch.ones(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.l(x) * self.l.table + self.places
+        return out
+
+
+def test_tensors_in_plain_attributes_are_attributes_of_the_graph_which_is_called_with_the_inputs_alone() -> None:
+    x = torch.randn(4, 6)
+    view = fxamp.convert(Tables(), (x,), policy="O1,dtype=bf16")
+    (graph,) = fxamp.graphs(view)
+    read = {str(n.target) for n in graph.graph.nodes if n.op == "get_attr"}
+    assert read == {"l.weight", "l.bias", "l.table", "places"}
+    assert torch.equal(graph(x)[0], view(x))
+    assert not fxamp.diff(fxamp.convert(Tables(), (x,), policy="O1,dtype=bf16"), view)
+    assert "places" not in view.state_dict()
+    assert str(fxamp.report(view))
