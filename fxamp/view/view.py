@@ -11,11 +11,12 @@ itself, called as itself, runs as its author wrote it.
 from __future__ import annotations
 
 import abc
+import contextlib
 import copy
 import functools
 import inspect
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
@@ -154,6 +155,10 @@ def _methods_of(cls: type, captured: Sequence[str]) -> dict[str, Any]:
         if kind in nn.Module.__mro__ or (kind.__module__.startswith(_LIBRARIES) and not sharded):
             continue
         for name, function in vars(kind).items():
+            if isinstance(function, property) and function.fget is not None and not hasattr(nn.Module, name):
+                out[name] = property(
+                    _in_region(function.fget, says=False), function.fset, function.fdel, function.__doc__
+                )
             if not isinstance(function, types.FunctionType) or name.startswith("__") or name == "forward":
                 continue
             if sharded:
@@ -184,20 +189,93 @@ def _captured(function: Any) -> Any:
     return _named_as(function, lambda self, *args, **kwargs: runner_of(self)(args, kwargs, function.__name__))
 
 
-def _in_region(function: Any) -> Any:
+def _in_region(function: Any, *, says: bool = True) -> Any:
+    """Return a method of the author's that runs under the view's autocast, a generator or coroutine at each step.
+
+    Where it `says`, a line of the log says that it is not captured.
+    """
+    make = next((make for is_kind, make in _STEPPED.items() if is_kind(function)), _plain)
+    return _named_as(function, make(function, functools.partial(_begun, function, says)))
+
+
+def _begun(function: Any, says: bool, view: Any, args: Any, kwargs: Any) -> Any:
+    """Return what opens the region for a method; None while it is compiled, or where the region is open already."""
+    runner = runner_of(view)
+    if torch.compiler.is_compiling():
+        return None
+    runner.settle((args, kwargs))
+    if runner.graphs.in_region():
+        return None
+    if says and function.__name__ != "generate":
+        runner.say_uncaptured(function.__name__)
+    return runner.graphs.region
+
+
+def _plain(function: Any, begun: Callable[..., Any]) -> Any:
     def in_region_of_view(self: Any, *args: Any, **kwargs: Any) -> Any:
-        runner = runner_of(self)
-        if torch.compiler.is_compiling():
+        region = begun(self, args, kwargs)
+        if region is None:
             return function(self, *args, **kwargs)
-        runner.settle((args, kwargs))
-        if runner.graphs.in_region():
-            return function(self, *args, **kwargs)
-        if function.__name__ != "generate":
-            runner.say_uncaptured(function.__name__)
-        with runner.graphs.region():
+        with region():
             return function(self, *args, **kwargs)
 
-    return _named_as(function, in_region_of_view)
+    return in_region_of_view
+
+
+def _generator(function: Any, begun: Callable[..., Any]) -> Any:
+    def generator(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return (yield from _stepped(begun(self, args, kwargs), function(self, *args, **kwargs)))
+
+    return generator
+
+
+def _coroutine(function: Any, begun: Callable[..., Any]) -> Any:
+    async def coroutine(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return await _awaited(begun(self, args, kwargs), function(self, *args, **kwargs))
+
+    return coroutine
+
+
+def _asynchronous_generator(function: Any, begun: Callable[..., Any]) -> Any:
+    async def generator(self: Any, *args: Any, **kwargs: Any) -> Any:
+        region, made, value = begun(self, args, kwargs), function(self, *args, **kwargs), None
+        try:
+            while True:
+                value = yield await _awaited(region, made.asend(value))
+        except StopAsyncIteration:
+            pass
+        finally:
+            await made.aclose()
+
+    return generator
+
+
+_STEPPED = {
+    inspect.isgeneratorfunction: _generator, inspect.iscoroutinefunction: _coroutine,
+    inspect.isasyncgenfunction: _asynchronous_generator,
+}  # fmt: skip
+
+
+def _stepped(region: Any, steps: Any) -> Generator[Any, Any, Any]:
+    """Run a generator, or what awaits, with a region open while it runs, and closed while it waits."""
+    step, value = steps.send, None
+    try:
+        while True:
+            with contextlib.nullcontext() if region is None else region():
+                made = step(value)
+            try:
+                step, value = steps.send, (yield made)
+            except GeneratorExit:
+                raise
+            except BaseException as e:
+                step, value = steps.throw, e
+    except StopIteration as end:
+        return end.value
+    finally:
+        steps.close()
+
+
+_awaited: Any = types.coroutine(_stepped)
 
 
 def _named_as(author: Any, call: Any) -> Any:

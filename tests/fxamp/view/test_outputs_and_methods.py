@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import dataclasses
+import inspect
 import pickle
 import types
 import warnings
@@ -519,3 +521,65 @@ def test_where_the_dtypes_without_autocast_are_not_known_what_is_low_stays_low_a
     view = fxamp.convert(model, policy="O1,dtype=bf16")
     assert view(x).dtype == model(x).dtype == BF16
     assert any("weights in 16 bits" in note and "graph break" in note for note in fxamp.plan_of(view).notes)
+
+
+class Streaming(nn.Module):
+    """Computes in a property, a generator, a coroutine and an asynchronous generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.l(x)
+        return out
+
+    @property
+    def norm(self) -> torch.dtype:
+        """The dtype of a product."""
+        return self.l(torch.ones(1, 4)).dtype
+
+    def stream(self, x: Tensor) -> Any:
+        sent = None
+        try:
+            while sent != "end":
+                sent = yield self.l(x).dtype, sent
+        except KeyError:
+            yield self.l(x).dtype, "thrown"
+        return "returned"
+
+    async def answer(self, x: Tensor) -> torch.dtype:
+        await asyncio.sleep(0)
+        return self.l(x).dtype
+
+    async def answers(self, x: Tensor) -> Any:
+        for _ in range(2):
+            await asyncio.sleep(0)
+            yield self.l(x).dtype
+
+
+def test_generators_coroutines_and_properties_run_in_autocasts_state_and_their_caller_in_its_own() -> None:
+    view, x = fxamp.convert(Streaming(), policy="O1,dtype=bf16"), torch.randn(2, 4)
+    assert view.norm == BF16
+    stream = view.stream(x)
+    assert next(stream) == (BF16, None)
+    assert not torch.is_autocast_enabled("cpu")
+    assert stream.send("sent") == (BF16, "sent")
+    assert stream.throw(KeyError()) == (BF16, "thrown")
+    with pytest.raises(StopIteration) as end:
+        next(stream)
+    assert end.value.value == "returned"
+
+    async def told() -> list[Any]:
+        found = [await view.answer(x)]
+        async for dtype in view.answers(x):
+            found += [dtype, torch.is_autocast_enabled("cpu")]
+        return found
+
+    assert asyncio.run(told()) == [BF16, BF16, False, BF16, False]
+    for name in ("stream", "answer", "answers"):
+        kinds = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
+        assert [is_kind(getattr(view, name)) for is_kind in kinds] == [
+            is_kind(getattr(Streaming, name)) for is_kind in kinds
+        ]
+    assert not torch.is_autocast_enabled("cpu")
