@@ -16,7 +16,7 @@ import copy
 import functools
 import inspect
 import types
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from passes.contract.plan import Plan
 from passes.contract.policy import SHORT, Policy
 from passes.graph.values import LOW_DTYPES
 
+from ..capture.backend import require_inner
 from ..capture.graphs import Graphs
 from ..capture.graphs import runner_of as runner_of
 from .runner import Runner
@@ -110,9 +111,20 @@ class View:
         graphs = f"{len(known)} graphs, {sum(g.plan.casts for g in known)} casts" if known else "not captured yet"
         return f"<fxamp view of {type(runner.model).__name__}: {policy.level}{low}, {graphs}>"
 
-    def compile(self, *_: Any, backend: Any = "inductor", mode: str | None = None, options: Any = None) -> None:
-        """Compile the graphs of this view by another backend from now on; the model itself is not changed."""
-        runner_of(self).compile(backend=backend, mode=mode, options=options)
+    def compile(
+        self, *, fullgraph: bool = False, dynamic: bool | None = None, backend: Any = "inductor",
+        mode: str | None = None, options: Mapping[str, Any] | None = None, disable: bool = False,
+    ) -> None:  # fmt: skip
+        """Compile the graphs of this view by another backend from now on; the model itself is not changed.
+
+        The arguments are those of `torch.nn.Module.compile`. With `disable` graphs run as they are emitted.
+
+        Raises:
+            PolicyError: there is no such backend, or it is fxamp itself.
+        """
+        backend = "eager" if disable else backend
+        require_inner(backend)
+        runner_of(self).compile(backend=backend, mode=mode, options=options, fullgraph=fullgraph, dynamic=dynamic)
 
 
 def is_view(value: object) -> bool:

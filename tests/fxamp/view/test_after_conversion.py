@@ -707,3 +707,18 @@ def test_a_hook_that_broke_the_graph_leaves_nothing_broken_when_it_is_removed(ev
     for _ in range(2):
         assert torch.equal(view(x), expected)
     assert fxamp.census(view, x)
+
+
+def test_a_view_compiles_by_the_arguments_of_torch_and_refuses_what_there_is_not() -> None:
+    model, x = Two(), example()
+    view = fxamp.convert(model, (x,), policy=OTHER)
+    expected = view(x)
+    for settings in ({"fullgraph": True}, {"dynamic": True}, {"disable": True}, {"dynamic": False, "mode": None}):
+        view.compile(**{"backend": "aot_eager", **settings})
+        assert torch.equal(view(x), expected)
+    for backend in ("nonsense", "fxamp"):
+        with pytest.raises(fxamp.PolicyError, match=backend):
+            view.compile(backend=backend)
+    with pytest.raises(TypeError, match="nonsense"):
+        view.compile(nonsense=True)
+    assert torch.equal(view(x), expected)
