@@ -205,7 +205,7 @@ def _named(level: str, verdict: Verdict, pairs: Callable[[], list[Pair]]) -> Ver
 
 def _judged_at_call(found: Subject, front_end: str, level: str) -> Verdict:
     verdict, got, plan = _compiled(found, front_end, level)
-    if got is not None and verdict.kind == MISMATCH and _meets_low(found) and _other_dtypes(got, found.plain):
+    if got is not None and verdict.kind == MISMATCH and _may_guess(found, plan) and _other_dtypes(got, found.plain):
         restored = with_dtypes(got, found.plain)
         if not _judge(found, restored, level, plan).failed:
             return Verdict(GUESS, verdict.why)
@@ -309,8 +309,10 @@ def _judge(found: Subject, got: Run, level: str, plan: fxamp.Plan | None, *, wid
     return Verdict(MISMATCH, why) if why else Verdict(OK)
 
 
-def _meets_low(found: Subject) -> bool:
-    return meets_low(found.model, (found.args, found.kwargs))
+def _may_guess(found: Subject, plan: fxamp.Plan | None) -> bool:
+    """Say whether the dtype of an output may be a guess: of a model that meets low tensors, in several graphs."""
+    several = plan is None or not plan.complete or any(note.startswith("graph break") for note in plan.notes)
+    return several and meets_low(found.model, (found.args, found.kwargs))
 
 
 def _other_dtypes(got: Run, plain: Run) -> bool:
