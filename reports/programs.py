@@ -121,7 +121,7 @@ def to_markdown(data: dict[str, Any]) -> str:
         "  (at O3 eight times) that of autocast, or that of one rounding per op. From O2 on what is infinite in FP32\n"
         "  may be the largest number of the low dtype, since downcasts that autocast would not make saturate.\n"
         "- If `torch.compile` alone differs from eager PyTorch, its results are the reference.\n"
-        "- A guess is an output of another dtype than the model's, of a model with 16-bit tensors.\n"
+        "- A guess is an output of another dtype than the model's, of a model with 16-bit tensors in several graphs.\n"
         f"\n{table}\n"
     ]
     if len(data["codes"]) > 1:
