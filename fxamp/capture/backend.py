@@ -300,7 +300,8 @@ def rewrite(
     dtype = policy.dtype or ambient or torch.get_autocast_dtype(device)
     resolved = replace(policy, device=device, dtype=dtype)
     under = on or ambient is not None
-    stays = any(given.kind == "parameter" and v.dtype in LOW_DTYPES for given, v in zip(known, inputs, strict=True))
+    weights = (v for given, v in zip(known, inputs, strict=True) if given.kind == "parameter")
+    stays = any(v.dtype in LOW_DTYPES for v in weights) and not is_gathered()
     crossed = _crossed(gm, inputs, found, origins, dtype)
     with no_autocast():
         own = describe(

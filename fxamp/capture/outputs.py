@@ -17,6 +17,7 @@ from passes.graph.notes import Origins
 from passes.graph.values import LOW_DTYPES
 
 from ..observe.tensors import held
+from .scope import is_sharded
 
 
 def leaving(value: Any) -> Any:
@@ -40,8 +41,12 @@ def note_leaving(graph: Graph, origins: Origins) -> bool:
 
 
 def holds_low(model: nn.Module) -> bool:
-    """Say whether a model has weights in 16 bits: then what is low without a trace to ask stays low."""
-    return any(p.dtype in LOW_DTYPES for p in model.parameters())
+    """Say whether a model has weights in 16 bits: then what is low without a trace to ask stays low.
+
+    Those that FSDP2 has gathered in 16 bits are not the model's own.
+    """
+    low = any(p.dtype in LOW_DTYPES for p in model.parameters())
+    return low and not any(map(is_sharded, model.modules()))
 
 
 def meets_low(model: nn.Module, inputs: Any) -> bool:

@@ -74,11 +74,11 @@ def is_training() -> bool:
 def is_gathered() -> bool:
     """Say whether a module that FSDP2 has sharded is being called, so that its parameters are gathered."""
     call = current()
-    if call is not None and _is_sharded(call.model):
+    if call is not None and is_sharded(call.model):
         return True
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if _is_sharded(frame.f_locals["self"] if frame.f_code in MODULE_CALLS else None):
+        if is_sharded(frame.f_locals["self"] if frame.f_code in MODULE_CALLS else None):
             return True
         frame = frame.f_back
     return False
@@ -87,10 +87,11 @@ def is_gathered() -> bool:
 def stays_spread(model: nn.Module) -> bool:
     """Say whether graphs read parameters that are spread over ranks, as with tensor parallelism, which none gathers."""
     spread = any(type(p).__name__ == "DTensor" for p in model.parameters())
-    return spread and not any(map(_is_sharded, model.modules()))
+    return spread and not any(map(is_sharded, model.modules()))
 
 
-def _is_sharded(module: object) -> bool:
+def is_sharded(module: object) -> bool:
+    """Say whether FSDP2 gathers the parameters of a module for its calls, which it may do in a dtype of its own."""
     # By name: torch.distributed is not in every build. FSDP2 changes the class of a view, and not that of its model.
     hooks = vars(module)["_forward_pre_hooks"].values() if isinstance(module, nn.Module) else ()
     by_hook = any("fsdp" in str(getattr(hook, "__module__", "")) for hook in hooks)

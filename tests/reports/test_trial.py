@@ -145,7 +145,7 @@ def test_what_the_model_gives_low_and_autocast_in_fp32_is_autocasts_rounded(fron
 
 
 @pytest.mark.parametrize("cast", [lambda x: x.to(torch.bfloat16), lambda x: x.type("torch.BFloat16Tensor")])
-def test_of_a_view_only_what_the_model_makes_low_by_a_named_dtype_may_come_out_fp32(
+def test_a_view_gives_what_the_model_makes_low_by_a_named_dtype_low_and_no_allowance_is_needed(
     cast: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
@@ -153,8 +153,8 @@ def test_of_a_view_only_what_the_model_makes_low_by_a_named_dtype_may_come_out_f
     # Beside a low input and a result that autocast makes low, a cast may name its dtype, or read it off either.
     subject = Subject(net(lambda self, x, low: (cast(self.l(x) + x), low.abs())), (x, x.bfloat16()))
     assert judged(subject, "view", ("O1",))["O1"].kind == "ok"
-    monkeypatch.setattr(judge, "names_low", lambda found: False)
-    assert judged(subject, "view", ("O1",))["O1"].why == "output 0 is torch.float32, not torch.bfloat16"
+    monkeypatch.setattr(judge, "names_low", lambda *_: False)
+    assert judged(subject, "view", ("O1",))["O1"].kind == "ok"
 
 
 def upcast(self: Any, x: Tensor, low: Tensor) -> Any:
@@ -163,13 +163,13 @@ def upcast(self: Any, x: Tensor, low: Tensor) -> Any:
     return low.to(h.dtype), k.to(k.dtype)
 
 
-def test_of_a_view_what_is_made_of_a_low_input_may_come_out_low(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_view_gives_what_is_made_of_a_low_input_in_the_models_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     x = torch.randn(4, 6)
     subject = Subject(net(upcast), (x, x.bfloat16()))
     assert {v.kind for v in judged(subject, "view").values()} == {"ok"}
-    monkeypatch.setattr(judge, "names_low", lambda *args: False)
-    assert judged(subject, "view", ("O1",))["O1"].why == "output 1 is torch.bfloat16, not torch.float32"
+    monkeypatch.setattr(judge, "names_low", lambda *_: False)
+    assert {v.kind for v in judged(subject, "view").values()} == {"ok"}
 
 
 def test_of_a_graph_what_the_model_makes_fp32_of_a_low_input_comes_out_fp32(monkeypatch: pytest.MonkeyPatch) -> None:

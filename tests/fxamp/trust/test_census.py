@@ -574,13 +574,13 @@ def by_hand(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 PLANTED = [
-    (break_in_plain_code, ("mm in", "test_census.py", "graph break")),
+    (break_in_plain_code, ("mm in", "test_census.py", "what it calls there computes outside of graphs")),
     (region_outside_of_graphs, ("mm in float32", "test_census.py", "autocast is off")),
     (submodule_by_hand, ("addmm in float32", "module first", "by hand")),
     (functional_by_hand, ("mm in float32", "by hand")),
     (method_of_the_view, ("addmm", "module first", "method of a view")),
     (model_in_the_place_of_its_view, ("addmm in float32", "module first", "module last", "by hand")),
-    (computing_hook, ("mm in bfloat16", "test_census.py", "module norm", "graph break")),
+    (computing_hook, ("mm in bfloat16", "test_census.py", "module norm", "computes outside of graphs")),
     (hook_in_backward, ("mm in float32", "hook")),
     (stance, ("a call without it", "force_eager")),
     (recompile_limit, ("recompile limit",)),
