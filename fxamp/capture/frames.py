@@ -33,6 +33,7 @@ from passes.graph.values import no_autocast
 
 from .._torch import OWN_CACHE, compile_records, dynamo_errors, dynamo_is_disabled, dynamo_settings
 from ..errors import in_short
+from ..observe.tensors import held
 from .call import Call, current
 from .graph import break_of
 from .one_step import fakes_of_one_step
@@ -158,7 +159,7 @@ class Frames:
         if not floats:
             return
         known: list[Any] = [*(made() for made in call.made), *pytree.tree_leaves((call.args, call.kwargs))]
-        known += [*call.model.parameters(), *call.model.buffers()]
+        known += [*call.model.parameters(), *held(call.model).values()]
         storages = {_storage(t) for t in known if isinstance(t, Tensor)}
         if all(_storage(t) in storages for t in floats):
             return

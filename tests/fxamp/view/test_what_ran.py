@@ -318,6 +318,18 @@ def test_where_nothing_is_computed_at_a_break_nothing_is_said(
     assert fxamp.plan_of(view).complete
 
 
+def test_a_tensor_that_the_model_holds_was_not_computed_at_a_break(caplog: pytest.LogCaptureFixture) -> None:
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def table_of(model: Any) -> Any:
+        return model.table
+
+    x = example()
+    model = Two(lambda self, x: self.m(self.l(x) + table_of(self)), table=torch.ones(6))
+    view = fxamp.convert(model, (x,), policy="O1,dtype=bf16")
+    view(x)
+    assert not [text for text in warned(caplog) if "did not run" in text]
+
+
 def test_what_is_computed_at_a_break_is_said_by_the_first_call_behind_the_check(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
