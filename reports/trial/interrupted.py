@@ -13,7 +13,7 @@ STATEMENTS = {
     "print": Line("", "print(end=str(x.shape)[:0])"),
     "item": Line("", "if float(x.sum()) > 1e9:", (Line("", "raise ValueError(x.shape)"),)),
     "early exit": Line("", "if outside(lambda: turn() % 3 == 1):", (Line("", "return x"),)),
-    "guards": Line("", "if self.turn == 'never':", (Line("", "return x"),)),
+    "guards": Line("", "if getattr(self, 'turn', '') == 'never':", (Line("", "return x"),)),
 }
 # By kind: what computes the value of a line.
 EXPRESSIONS = {
