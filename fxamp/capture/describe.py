@@ -97,6 +97,8 @@ def describe(
     if not ambient:
         return {}
     outputs: Any = gm.graph.output_node().args[0]
+    if alone is not None and len(alone) != len(outputs):
+        alone = None  # Dynamo returns a value once, and may tell fewer apart without the marks of what leaves
     own, low = description.without_autocast(gm.graph, crossed, stays), dict[int, bool]()
     for i, node in ((i, n) for i, n in enumerate(outputs) if isinstance(n, Node)):
         dtype = own.get(node) if alone is None or alone[i] not in ELIGIBLE else alone[i]

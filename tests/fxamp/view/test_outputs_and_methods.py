@@ -583,3 +583,19 @@ def test_generators_coroutines_and_properties_run_in_autocasts_state_and_their_c
             is_kind(getattr(Streaming, name)) for is_kind in kinds
         ]
     assert not torch.is_autocast_enabled("cpu")
+
+
+def test_an_output_that_is_returned_twice_beside_a_buffer_that_is_written_has_the_models_dtypes() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(6))
+
+        def forward(self, x: Tensor, half: Tensor) -> Any:
+            self.mean: Tensor = self.mean * 0.9 + half.detach().mean(0) * 0.1
+            product = half @ half.t()
+            return product, x @ x.t(), product
+
+    x, half = torch.randn(4, 6), torch.randn(4, 6).half()
+    view = fxamp.convert(Twice(), policy="O1,dtype=bf16")
+    assert [t.dtype for t in view(x, half)] == [t.dtype for t in Twice()(x, half)]
