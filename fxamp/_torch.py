@@ -222,7 +222,20 @@ def storage_id(tensor: torch.Tensor) -> int:
     """Return an id that is equal for tensors in one storage, also fake ones; a tensor without a storage has its own."""
     if tensor.layout is not torch.strided:
         return id(tensor)
-    return int(tensor.untyped_storage()._cdata)
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):  # of a wrapper, as those of torch.func are
+        return id(tensor)
+
+
+def is_spread(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor is a DTensor, without an import that some builds of torch lack."""
+    return hasattr(tensor, "device_mesh")
+
+
+def is_sharded(module: object) -> bool:
+    """Say whether FSDP2 gathers the parameters of a module for its calls: it changes the class of what it shards."""
+    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
 
 
 def leave_padding_to_python() -> None:

@@ -31,7 +31,7 @@ from passes._torch import pytree
 from passes.contract.errors import CaptureError
 from passes.graph.values import no_autocast
 
-from .._torch import OWN_CACHE, compile_records, dynamo_errors, dynamo_is_disabled, dynamo_settings
+from .._torch import OWN_CACHE, compile_records, dynamo_errors, dynamo_is_disabled, dynamo_settings, storage_id
 from ..errors import in_short
 from ..observe.tensors import held
 from .call import Call, current
@@ -160,8 +160,8 @@ class Frames:
             return
         known: list[Any] = [*(made() for made in call.made), *pytree.tree_leaves((call.args, call.kwargs))]
         known += [*call.model.parameters(), *held(call.model).values()]
-        storages = {_storage(t) for t in known if isinstance(t, Tensor)}
-        if all(_storage(t) in storages for t in floats):
+        storages = {storage_id(t) for t in known if isinstance(t, Tensor)}
+        if all(storage_id(t) in storages for t in floats):
             return
         name, _, line = code.co_name.removeprefix(_RESUMED).rpartition("_at_")
         text = f"{name} ({code.co_filename}:{line}): what it calls there computes outside of graphs"
@@ -265,15 +265,6 @@ def _record(code: CodeType, what: str) -> str:
 
 def _is_float(value: Tensor) -> bool:
     return value.is_floating_point() or value.is_complex()
-
-
-def _storage(value: Tensor) -> int:
-    """Return what tells the storage of a tensor from all others; of one that has none, the tensor itself."""
-    try:
-        address: int = value.untyped_storage()._cdata
-    except (RuntimeError, NotImplementedError):
-        return id(value)
-    return address
 
 
 def _is_of_data(reasons: str) -> bool:

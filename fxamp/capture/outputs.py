@@ -17,7 +17,7 @@ from passes.graph.notes import Origins
 from passes.graph.values import LOW_DTYPES
 
 from ..observe.tensors import held
-from .scope import is_sharded
+from .scope import gathers
 
 
 def leaving(value: Any) -> Any:
@@ -46,7 +46,7 @@ def holds_low(model: nn.Module) -> bool:
     Those that FSDP2 has gathered in 16 bits are not the model's own.
     """
     low = any(p.dtype in LOW_DTYPES for p in model.parameters())
-    return low and not any(map(is_sharded, model.modules()))
+    return low and not any(map(gathers, model.modules()))
 
 
 def meets_low(model: nn.Module, inputs: Any) -> bool:

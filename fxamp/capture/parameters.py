@@ -19,6 +19,8 @@ from torch import nn
 from passes.contract.errors import PolicyError
 from passes.graph.values import LOW_DTYPES
 
+from .._torch import is_spread
+
 # The way out for a model with trainable parameters in 16 bits. Since version 5 of transformers the dtype of the
 # checkpoint is the default.
 FP32_PARAMETERS = (
@@ -88,6 +90,6 @@ def opaque_parameters(named: Iterable[tuple[str, Any]]) -> tuple[str, ...]:
     """Return a note for the plan that lists the weights of a tensor subclass; none for shards, which are plain."""
     # Dynamo and the exporter take such a tensor apart by `__tensor_flatten__`.
     wrappers = [(n, p) for n, p in named if isinstance(p, nn.Parameter) and hasattr(p, "__tensor_flatten__")]
-    found = [(n, kind) for n, p in wrappers if (kind := type(p).__name__) != "DTensor"]
+    found = [(n, type(p).__name__) for n, p in wrappers if not is_spread(p)]
     listed = ", ".join(f"'{n}' ({kind})" for n, kind in found[:3])
     return (f"{len(found)} weight(s) are opaque, read as under autocast: {listed}",) if found else ()

@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 from passes._torch import pytree
 
-from .._torch import MODULE_CALLS, compiled_call, original_of
+from .._torch import MODULE_CALLS, compiled_call, is_sharded, is_spread, original_of
 from ..observe.tensors import plain
 from .call import current
 
@@ -74,11 +74,11 @@ def is_training() -> bool:
 def is_gathered() -> bool:
     """Say whether a module that FSDP2 has sharded is being called, so that its parameters are gathered."""
     call = current()
-    if call is not None and is_sharded(call.model):
+    if call is not None and gathers(call.model):
         return True
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if is_sharded(frame.f_locals["self"] if frame.f_code in MODULE_CALLS else None):
+        if gathers(frame.f_locals["self"] if frame.f_code in MODULE_CALLS else None):
             return True
         frame = frame.f_back
     return False
@@ -86,16 +86,16 @@ def is_gathered() -> bool:
 
 def stays_spread(model: nn.Module) -> bool:
     """Say whether graphs read parameters that are spread over ranks, as with tensor parallelism, which none gathers."""
-    spread = any(type(p).__name__ == "DTensor" for p in model.parameters())
-    return spread and not any(map(is_sharded, model.modules()))
+    return any(map(is_spread, model.parameters())) and not any(map(gathers, model.modules()))
 
 
-def is_sharded(module: object) -> bool:
-    """Say whether FSDP2 gathers the parameters of a module for its calls, which it may do in a dtype of its own."""
-    # By name: torch.distributed is not in every build. FSDP2 changes the class of a view, and not that of its model.
+def gathers(module: object) -> bool:
+    """Say whether FSDP2 gathers the parameters of a model for its calls, which it may do in a dtype of its own.
+
+    Of a view it has changed the class, and not that of its model, which shares the hooks.
+    """
     hooks = vars(module)["_forward_pre_hooks"].values() if isinstance(module, nn.Module) else ()
-    by_hook = any("fsdp" in str(getattr(hook, "__module__", "")) for hook in hooks)
-    return by_hook or any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
+    return is_sharded(module) or any("fsdp" in str(getattr(hook, "__module__", "")) for hook in hooks)
 
 
 def _running() -> tuple[list[nn.Module], tuple[Any, ...]]:

@@ -23,6 +23,7 @@ from passes.contract.errors import PolicyError
 from passes.graph.notes import is_inserted
 from passes.graph.values import LOW_DTYPES, dtypes_of, no_autocast
 
+from .._torch import is_sharded
 from ..capture.graph import Graph
 from ..observe import workload
 from ..view.copies import Lifted, lift, with_copies
@@ -31,7 +32,6 @@ from ..view.traced import convert_views, traced
 from ..view.view import is_view, runner_of
 from .compiled_update import CompiledUpdate
 from .compiler import CompileSettings, Region
-from .ranks.ranks import is_sharded
 from .weights import WeightCasts
 from .window import LossFunction, loss_of
 

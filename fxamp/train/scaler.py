@@ -22,9 +22,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from passes.contract.errors import PolicyError
 
+from .._torch import is_spread
 from ..capture.parameters import require_fp32
 from ..errors import ScaleCollapseError
-from .ranks.ranks import agree, groups_of, is_spread, local
+from .ranks.ranks import agree, groups_of, local
 
 HISTORY_LENGTH = 128
 # Between these a scale and its reciprocal are both finite FP32 numbers.

@@ -25,6 +25,7 @@ from passes.contract.plan import Plan
 from passes.contract.plan_format import replacing
 from passes.contract.policy import Policy
 
+from .._torch import is_spread
 from ..errors import ScaleCollapseError
 from ..observe.workload import require_loss
 from ..view.switch import switch_views
@@ -33,7 +34,7 @@ from .collapse import first_overflow, recolour
 from .compiled_step import CompiledStep
 from .describe import reasons_to_wait
 from .files import naming, weights_in
-from .ranks.ranks import exchange, is_spread
+from .ranks.ranks import exchange
 from .result import HostFlag, StepResult
 from .scaler import Tally, collapsed
 from .state import TrainState

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from .ranks.ranks import Ranks, is_spread, local, total_norm
+from .._torch import is_spread
+from .ranks.ranks import Ranks, local, total_norm
 from .result import HeldBack, HostFlag, to_host
 from .scaler import LossScaler
 from .window import gradients, holds_inf_or_nan, live, parameters

@@ -11,11 +11,10 @@ from torch import nn
 
 from passes.contract.errors import PolicyError
 
-from .._torch import compiled_call, original_of
+from .._torch import compiled_call, is_sharded, original_of
 from ..view.copies import Copies, is_plain
 from ..view.frozen import weights_of
 from ..view.view import is_view, runner_of
-from .ranks.ranks import is_sharded
 
 Mode = Literal["auto", "per_step", "per_use"]
 

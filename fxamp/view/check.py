@@ -24,7 +24,7 @@ from passes.contract.errors import FxampError
 from passes.graph.aliases import Aliases
 from passes.graph.values import LOW_DTYPES
 
-from .._torch import OWN_CACHE, current_backward, forget_compiled
+from .._torch import OWN_CACHE, current_backward, forget_compiled, is_spread
 from ..capture.backend import recompute_as_written
 from ..capture.call import Call, begin
 from ..capture.graph import Graph
@@ -177,7 +177,7 @@ def _called(runner: Runner, twin: nn.Module, args: Any, kwargs: Any, compiled: b
 
 def twin_of(model: nn.Module, written: Collection[str] = ()) -> nn.Module:
     """Return a copy of a model, with its parameters except those `written`; buffers and Python state are its own."""
-    if any(type(p).__name__ == "DTensor" for p in model.parameters()):
+    if any(map(is_spread, model.parameters())):
         raise NoTwinError("its parameters are sharded")
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         raise NoTwinError("it is on the meta device")

@@ -28,10 +28,11 @@ class HookWatch:
     def moved(self) -> bool:
         """Say whether hooks were added or removed since the last look."""
         if number_of_hooks() == self._number:
-            if all(key in table for table, key in self._present) and self._everywhere == _everywhere(self._everywhere):
-                return False
-            self._look()
-            return True
+            gone = any(key not in table for table, key in self._present)
+            gone = gone or (bool(self._everywhere) and self._everywhere != _everywhere())
+            if gone:
+                self._look()
+            return gone
         before, everywhere = self._hooks, self._everywhere
         self._look()
         return self._hooks != before or self._everywhere != everywhere
@@ -46,8 +47,6 @@ class HookWatch:
                     self._hooks.update((id(module), name, key) for key in table)
 
 
-def _everywhere(before: Container[int] | None = None) -> set[int]:
-    """Return the hooks that run for every module; nothing, without a look, if there were none `before`."""
-    if before == set():
-        return set()
+def _everywhere() -> set[int]:
+    """Return the hooks that run for every module, by identity."""
     return {id(hook) for hook in global_module_hooks() if not is_module_tracker(hook)}

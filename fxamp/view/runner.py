@@ -39,6 +39,7 @@ from .._torch import (
     dynamo_is_disabled,
     dynamo_stance,
     ignores_compilers,
+    is_spread,
     is_traced_by_fx,
     is_traced_by_jit,
     mark_batch,
@@ -208,7 +209,7 @@ class Runner:
         if function is None:
             with self._capturing:
                 # Sharded tensors do not take a size that is a symbol.
-                sharded = any(type(p).__name__ == "DTensor" for p in self.model.parameters())
+                sharded = any(map(is_spread, self.model.parameters()))
                 self._marks = self._marks and not sharded
                 opened = self.opened if in_window else None
                 made = Function(self.model, self.settings, self.graphs, method, opened)

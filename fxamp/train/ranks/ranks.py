@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..._torch import communication_hook
+from ..._torch import communication_hook, is_spread
 
 _BUCKET = 25 * 2**20  # bytes that are exchanged together, as DistributedDataParallel does by default
 
@@ -146,16 +146,6 @@ def _buckets(params: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         size += p.nbytes
     if bucket:
         yield bucket
-
-
-def is_spread(tensor: Tensor) -> bool:
-    """Say whether a tensor is a DTensor, without an import that some builds of torch lack."""
-    return hasattr(tensor, "device_mesh")
-
-
-def is_sharded(module: nn.Module) -> bool:
-    """Say whether FSDP2 gathers the parameters of a module for its calls."""
-    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
 
 
 @torch.no_grad()

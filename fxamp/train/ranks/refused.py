@@ -21,9 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from passes.contract.errors import PolicyError
 
-from ..._torch import communication_hook, communication_states, gathering, store_of_ranks
+from ..._torch import communication_hook, communication_states, gathering, is_sharded, store_of_ranks
 from ...view.view import is_view
-from .ranks import Ranks, is_sharded
+from .ranks import Ranks
 
 _SHOWN = 3  # ranks and settings named one by one
 _POLL = 0.01  # seconds
