@@ -67,9 +67,14 @@ def answer_whether_exporting() -> None:
         dynamo.tracing_state_functions = lambda: {**known, exporting: exporting()}
 
 
+def codes_in_trace() -> list[CodeType]:
+    """Return the code objects that Dynamo has traced for the graph that it gives to a backend now."""
+    return torch._guards.TracingContext.get().traced_code
+
+
 def code_being_captured() -> CodeType:
     """Return the code object of the frame that Dynamo captures; below a graph break it is not that of the function."""
-    return torch._guards.TracingContext.get().traced_code[0]
+    return codes_in_trace()[0]
 
 
 def forget_compiled(code: CodeType) -> None:
@@ -226,6 +231,11 @@ def storage_id(tensor: torch.Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):  # of a wrapper, as those of torch.func are
         return id(tensor)
+
+
+def copied_on_write(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor that shares its memory until one of the two is written, through `.data` too."""
+    return tensor._lazy_clone()
 
 
 def is_spread(tensor: torch.Tensor) -> bool:

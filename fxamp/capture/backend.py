@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import nn
 from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
 
-from passes._torch import FakeTensor
+from passes._torch import FakeTensor, enter_autocast
 from passes.contract.costs import CostModel
 from passes.contract.errors import PolicyError
 from passes.contract.plan import Plan
@@ -35,11 +35,12 @@ from passes.ops.rules import row_of
 from passes.runtime.casts import CAST, again
 from passes.runtime.regions import recompute
 
-from .._torch import inner_backend, is_number_input, on_recompile_limit, trace_artifact
+from .._torch import codes_in_trace, inner_backend, is_number_input, on_recompile_limit, trace_artifact
 from ..observe.watch import Compile
 from . import recompile_limit
 from .call import current
 from .describe import ambient_dtype, describe
+from .device_reads import reads_of_device
 from .graph import Described, Graph, attribute_of, break_of, copied, graphs_in, inputs_of, is_attribute, is_held
 from .graphs import compiled_in_place
 from .inputs import first_device
@@ -254,7 +255,7 @@ def rewrite(
     gm: GraphModule, inputs: list[Any], policy: Policy, *,
     method: str = "", eager: bool = False, runs_on: str | None = None, in_region: bool = False,
     replayed: Callable[[FxGraph], tuple[Plan | None, bool]] | None = None,
-    costs: CostModel | None = None, alone: Sequence[Any] | None = None,
+    costs: CostModel | None = None, alone: Sequence[Any] | None = None, lowered: Collection[str] = (),
 ) -> Graph:  # fmt: skip
     """Convert a graph from Dynamo, in place; return what is known of it.
 
@@ -269,6 +270,7 @@ def rewrite(
         replayed: gives the plan to carry out for a described graph, and whether it is of this very graph.
         costs: what the cut is told that things cost; None for bytes.
         alone: the dtypes of the outputs in a trace of the model without autocast.
+        lowered: the parameters that forward itself has made low.
 
     Raises:
         PolicyError: the policy does not fit the model.
@@ -281,7 +283,7 @@ def rewrite(
     places = gm.graph.find_nodes(op="placeholder")  # torch may put the switch of a region before them
     known = inputs_of(gm, inputs, {} if found is None else found.names)
     named = [(given.path, v) for given, v in zip(known, inputs, strict=True)]
-    notes = (*refuse_low_parameters(named, is_training(), is_gathered), *opaque_parameters(named))
+    notes = (*refuse_low_parameters(named, is_training(), is_gathered, lowered), *opaque_parameters(named))
     values = [v for given, v in zip(known, inputs, strict=True) if given.kind != "number"]
     device = policy.device or first_device(sorted(values, key=lambda v: not isinstance(v, nn.Parameter)))
     origins = Origins()
@@ -297,6 +299,7 @@ def rewrite(
     on = not in_region and torch.is_autocast_enabled(here)
     settled = policy.dtype if in_region else None
     ambient = (settled or ambient_dtype(gm.graph, here)) if policy.level.rounds else None
+    notes = (*notes, *_planned_elsewhere(gm, here, device))
     dtype = policy.dtype or ambient or torch.get_autocast_dtype(device)
     resolved = replace(policy, device=device, dtype=dtype)
     under = on or ambient is not None
@@ -321,6 +324,20 @@ def rewrite(
     trace_artifact("fxamp_precision", plan.to_json)
     state = TRAINED if found is None else state_of(found.root, method)
     return Graph(copied(gm), plan, captured, described, known, state, break_of(gm), autocast=under, read=read, own=own)
+
+
+def _planned_elsewhere(gm: GraphModule, here: str, device: str) -> tuple[str, ...]:
+    """Have regions of autocast of the kind of device that is here be those of the one that the plan is for.
+
+    Return notes on what of the trace may differ there.
+    """
+    if here == device:
+        return ()
+    for part in graphs_in(gm):
+        for node in part.graph.find_nodes(op="call_function", target=enter_autocast):
+            if node.args[0] == here:
+                node.args = (device, *node.args[1:])
+    return reads_of_device(codes_in_trace(), here)
 
 
 def _origin_of_input(node: Node, value: Any) -> Origin:

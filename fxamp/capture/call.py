@@ -19,8 +19,10 @@ class Call:
     Attributes:
         model: the model that runs: the view's, or a twin of it that is checked.
         code: the code object in whose frame the model is called; further out lies what does not belong to this call.
-        does: "run"; "capture", where graphs are captured and none of them runs; or "compare", where captured graphs run
-            unconverted.
+        does: "run"; "capture", where a graph of the whole call is captured and does not run; "first graph", where none
+            runs; or "compare", where captured graphs run unconverted.
+        outer: the call of another view in whose model this one is made.
+        on_twin: `model` is a copy of the view's.
         ran: the numbers of the graphs with ops that ran, in order.
         whole: the graph that ran has all of the call.
         idle: of each graph without ops that ran, where and why Dynamo ended it early; "" where it did not.
@@ -37,6 +39,8 @@ class Call:
     kwargs: dict[str, Any]
     code: CodeType
     does: str = "run"
+    outer: Call | None = None
+    on_twin: bool = False
     ran: list[int] = field(default_factory=list)
     whole: bool = False
     idle: list[str] = field(default_factory=list)

@@ -176,6 +176,15 @@ class Graph:
         written = tuple((name, str(map_aggregate((n.args, dict(n.kwargs)), _unsized))) for n, name in made)
         return self.broke, given, tuple((d.graph, d.key, d.op) for d in self.plan.decisions), written
 
+    def of(self, model: nn.Module) -> Graph:
+        """Return the graph, which was captured on a copy of a model, for the model."""
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        known = (parameters.get(one.path) if one.parameter is not None else None for one in self.inputs)
+        pairs = zip(self.inputs, known, strict=True)
+        return replace(
+            self, inputs=tuple(one if p is None else replace(one, parameter=weakref.ref(p)) for one, p in pairs)
+        )
+
     def at(self, values: Sequence[Any], names: Mapping[int, str]) -> Graph:
         """Return the graph for the parameters that another call reads by it, with their paths where these are known.
 

@@ -42,6 +42,7 @@ class Graphs(list[Graph]):
         notes: what capture and its check have to say, for the plan.
         complete: all graphs of a view were captured, those after a graph break too.
         said: the causes of the lines that were logged once.
+        lowered: the names of the parameters that forward itself makes low.
         as_written: the states in which a view's model runs as its author wrote it, each with the reason.
     """
 
@@ -55,6 +56,7 @@ class Graphs(list[Graph]):
         self.notes = tuple(note for note in kept if note.startswith((Code.NOT_WORTH_CASTS.value, CERTIFICATE)))
         self.complete = True
         self.as_written: dict[State, str] = {}
+        self.lowered: set[str] = set()
         self.said: set[str] = set()
 
     @property

@@ -9,6 +9,7 @@ under `torch.autocast`, and the plan lists them.
 from __future__ import annotations
 
 import contextlib
+import dis
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -61,14 +62,39 @@ def require_fp32(named: Iterable[tuple[str, Any]], opening: str = "") -> None:
         )
 
 
+def lowered_by_forward(model: nn.Module, low: Collection[str]) -> str:
+    """Say which parameters the forward of a model makes low itself, and where it does, as far as its code shows it."""
+    owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in low}
+    lines = dict.fromkeys(line for owner in owners.values() for line in _assignments(type(owner)))
+    where = f" ({', '.join(lines)})" if lines else ""
+    kept = ", ".join(f"'{name}'" for name in list(low)[:3])
+    return (
+        f"forward of {type(model).__name__} itself puts low values into {len(low)} trainable parameter(s){where}, "
+        f"which are in 16 bits from then on, under torch.autocast too: {kept}. Updates below the resolution of 16 bits "
+        "vanish; parameter.data.copy_(value) keeps a parameter's dtype."
+    )
+
+
+def _assignments(kind: type) -> Iterator[str]:
+    """Yield file and line of each assignment to `.data` in the methods of a class."""
+    for code in (getattr(function, "__code__", None) for function in vars(kind).values()):
+        line = 0
+        for step in () if code is None else dis.get_instructions(code):
+            line = step.starts_line if isinstance(step.starts_line, int) and step.starts_line > 1 else line
+            if code is not None and step.opname == "STORE_ATTR" and step.argval == "data":
+                yield f"{code.co_filename}:{line}"
+
+
 def refuse_low_parameters(
-    named: Collection[tuple[str, Any]], training: bool, gathered: Callable[[], bool] = lambda: False
-) -> tuple[str, ...]:
+    named: Collection[tuple[str, Any]], training: bool, gathered: Callable[[], bool] = lambda: False,
+    lowered: Collection[str] = (),
+) -> tuple[str, ...]:  # fmt: skip
     """Raise PolicyError where trainable FP16 or BF16 parameters would be trained; return notes for the plan elsewhere.
 
-    If FSDP2 `gathered` these values, the sharded parameters behind them may be FP32.
+    If FSDP2 `gathered` these values, the sharded parameters behind them may be FP32. Those that forward has `lowered`
+    are the author's.
     """
-    low = low_parameters(named)
+    low = [(name, dtype) for name, dtype in low_parameters(named) if name not in lowered]
     if not low:
         return ()
     listed = _listed(low)
@@ -78,7 +104,7 @@ def refuse_low_parameters(
         )
     if gathered():
         return (f"FSDP2 gathers {len(low)} trainable parameter(s) in a low dtype, which need no cast: {listed}",)
-    require_fp32(named)
+    require_fp32([(name, p) for name, p in named if name not in lowered])
     return ()
 
 

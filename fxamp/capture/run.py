@@ -85,7 +85,9 @@ class GraphCall:
             for i, v in enumerate(inputs)
             if isinstance(v, FakeTensor) and v.dtype in LOW_DTYPES and not isinstance(v, nn.Parameter)
         }  # of a part that torch splits off for DDP: what the policy keeps in FP32 arrives so from the part before
-        self._low = [i for i in graph.places if low_parameters([("", inputs[i])])]
+        lowered = () if graphs is None else graphs.lowered
+        low = (i for i in graph.places if low_parameters([("", inputs[i])]))
+        self._low = [i for i in low if graph.inputs[i].path not in lowered]
         self._underflow = UnderflowWatch(graph.plan)
         crosses = _read_inputs(graph, inputs), graph.read, tuple(graph.own.items())
         self._crossing = crosses if any(crosses) else None
@@ -117,18 +119,17 @@ class GraphCall:
         call = current()
         if call is None:
             return self._ran(args)
-        if call.does == "capture":
+        if call.does == "first graph" or (call.does == "capture" and self._whole and call.outer is None):
             raise Captured
         if call.does == "compare":
             outputs = self._as_captured(args)
         else:
             call.ran.append(self.graph.number)
             call.whole = self._whole
-            if call.modes:
-                with _modes_of(call):
-                    outputs = self._ran(args)
-            else:
-                outputs = self._ran(args)
+            elsewhere = call.does == "capture" and self.graph.plan.policy.device != self._device
+            run = self._in_fp32 if elsewhere else self._ran
+            with _modes_of(call) if call.modes else _NO_MODES:
+                outputs = run(args)
         if not self._whole or call.does == "compare":
             call.made += (weakref.ref(value) for value in outputs if isinstance(value, Tensor))
         if self._crossing is not None:
@@ -156,6 +157,20 @@ class GraphCall:
         with torch.autocast(self._device, dtype=low, enabled=low is not None, cache_enabled=False):
             return captured(*args)
 
+    def _in_fp32(self, args: tuple[Any, ...]) -> Any:
+        """Run what was captured in FP32, and cast what comes out as planned: for a kind of device that is absent.
+
+        A kernel of the present device may take other dtypes than one of that device.
+        """
+        wide = [a.float() if isinstance(a, Tensor) and a.dtype in LOW_DTYPES else a for a in args]
+        planned: Any = self.graph.emitted.graph.output_node().args[0]
+        made = self.graph.captured(*wide)
+        dtypes = [dtypes_of(n.meta.get("val")) if isinstance(n, Node) else None for n in planned]
+        return tuple(
+            value.to(dtype) if isinstance(value, Tensor) and isinstance(dtype, torch.dtype) else value
+            for value, dtype in zip(made, dtypes, strict=True)
+        )
+
     def _meet(self, args: tuple[Any, ...]) -> None:
         """Keep the graph for other parameters too, as Dynamo runs it for any module of the same code.
 
@@ -163,7 +178,8 @@ class GraphCall:
             PolicyError: the policy asks for other colours in that module, by its path.
         """
         first = args[self._first]
-        if first not in self._seen:
+        call = current()
+        if first not in self._seen and (call is None or not call.on_twin):
             found = scope()
             names = found.names if found is not None else {}
             if self._graphs is None or id(first) in names:  # else as `functional_call` swaps them
@@ -171,7 +187,7 @@ class GraphCall:
                 graphs = compiled_in_place(moved, found) if self._graphs is None else self._graphs
                 if graphs.rebind(moved):
                     self.graph = moved
-            self._seen[first] = None
+        self._seen[first] = None
         self._last = weakref.ref(first)
 
     def _note(self, call: Call, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
@@ -211,6 +227,9 @@ def _modes_of(call: Call) -> Iterator[None]:
         for _ in modes:
             pop_mode()
         call.modes = modes
+
+
+_NO_MODES: Any = contextlib.nullcontext()
 
 
 def name_the_op(error: Exception) -> None:

@@ -28,10 +28,10 @@ from passes.contract.reasons import Code
 from passes.graph.values import no_autocast
 
 from ..capture.inputs import Inputs, resolve
-from ..observe.snapshot import fresh, preserved
+from ..observe.snapshot import preserved
 from ..view.capture import capture
-from ..view.check import twin_of
 from ..view.graphs import plan_of
+from ..view.twin import twin_of
 from ..view.view import make_view, runner_of
 from .costs import MeasuredCosts
 from .counts import laps
@@ -136,9 +136,8 @@ def _explained(plan: Plan, instead_of: Plan, name: str, slower: bool) -> Plan:
 
 def _step(view: Any, inputs: Inputs) -> Callable[[], object]:
     """Return a function that runs a forward and backward of the graphs; no gradient is kept."""
-    args, kwargs = pytree.tree_map(fresh, inputs)
     runner = runner_of(view)
-    twin = twin_of(runner.model)
+    twin, (args, kwargs) = twin_of(runner.model, inputs)
     sources = [t for t in (*twin.parameters(), *pytree.tree_leaves((args, kwargs))) if isinstance(t, Tensor)]
     sources = [t for t in sources if t.requires_grad]
 

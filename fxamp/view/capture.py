@@ -1,6 +1,8 @@
 """Capture a view before its first call, without running the model.
 
-The capture is that of a real call with real inputs, in which graphs are stored and none of them runs.
+It is captured by a call with real inputs of a copy of the model, so nothing that a call writes is written to the model.
+The graph that has the whole call is stored, and does not run; one that Dynamo ends early runs on the copy, so that what
+comes after the break is captured too.
 """
 
 from __future__ import annotations
@@ -12,25 +14,30 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from passes.contract.errors import CaptureError, PlanError
 from passes.contract.plan import Plan
 from passes.contract.plan_format import REMEDY
 from passes.contract.policy import check_used
+from passes.graph.values import no_autocast
 from passes.ops import ops
 
-from .._torch import dynamo_errors
+from .._torch import dynamo_errors, storage_id
+from ..capture.call import Call, begin
 from ..capture.graph import graphs_in
+from ..capture.inputs import Inputs
 from ..capture.run import Captured
-from ..capture.state import STATES, in_state, state_of
+from ..capture.state import STATES, State, in_state, state_of
 from ..errors import in_short
+from ..observe.reads import StorageReads
 from ..observe.snapshot import same_attributes, same_random_state
 from ..observe.tensors import kept, strided
-from .check import NoTwinError, check_capture, parameters_written, run_twin
+from .check import check_capture, run_twin
 from .graphs import views_in
 from .replay import place_of
-from .runner import Runner
+from .runner import RUN, Runner
+from .twin import NoTwinError, twin_of
 
 logger = logging.getLogger(__name__)
 
@@ -52,15 +59,16 @@ def capture_states(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]
         if state == present:
             continue
         try:
-            with in_state(model, state):
-                capture(runner, args, kwargs, check=False)
+            capture(runner, args, kwargs, check=False, state=state)
         except Exception as e:  # whatever a model raises in a mode that it is not made for
             logger.warning("fxamp: %s is not captured in %s: %s", type(model).__name__, state, in_short(e))
             runner.graphs.note(f"not captured in {state}: {in_short(e)}")
 
 
-def capture(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], check: bool | str = True) -> None:
-    """Capture the present state of a view's model, and check it, as `convert` says.
+def capture(
+    runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], check: bool | str = True, state: State | None = None
+) -> None:
+    """Capture a state of a view's model, the present one by default, and check it, as `convert` says.
 
     Raises:
         CaptureError: the model rejects the inputs; or a captured graph does not compute what the model computes, and
@@ -68,12 +76,55 @@ def capture(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], check
         PlanError: the plan that is replayed is of another model.
         PolicyError: an override of the policy matches nothing.
     """
-    first, model = len(runner.graphs), runner.model
-    # Python runs the model itself where Dynamo leaves code to it, and may write what it is called with.
-    inputs = [t for t in strided((args, kwargs)) if type(t) is Tensor]
-    with same_random_state(), same_attributes(model), kept((*model.buffers(), *inputs)), contextlib.suppress(Captured):
+    first, model, graphs = len(runner.graphs), runner.model, runner.graphs
+    state = state or state_of(model)
+    try:
+        twin, inputs = twin_of(model, (args, kwargs))
+    except NoTwinError as e:
+        _capture_on_itself(runner, (args, kwargs), state)
+        broken = any(graph.broke for graph in graphs[first:])
+        graphs.complete = graphs.complete and not broken
+        ahead = ", and what comes after its first graph break not captured" if broken else ""
+        note = f"not checked{ahead}: {e}; what its capture wrote to the model was put back"
+        logger.warning("fxamp: %s is %s", type(model).__name__, note)
+        graphs.note(note)
+        check = False
+    else:
+        _capture_on(runner, twin, inputs, state, "capture")
+        broken = any(graph.broke for graph in graphs[first:])
+        if (broken or runner.refused) and (names := _read_outside(runner, (args, kwargs), state)):
+            graphs.complete = False
+            more = " and more" if names[3:] else ""
+            graphs.note(f"a call in {state} reads parameters that no graph has: {', '.join(names[:3])}{more}")
+    if len(graphs) == first:
+        return
+    if broken and check and (graphs.policy.ops or graphs.policy.modules):
+        graphs.note("not checked: it is captured in several graphs, and overrides change what goes from one to another")
+    elif check:
         try:
-            runner(args, kwargs, does="capture")
+            check_capture(runner, partial(run_twin, runner, (args, kwargs)), check)
+        except NoTwinError as e:
+            logger.warning("fxamp: %s is not checked: %s", type(model).__name__, e)
+            graphs.note(f"not checked: {e}")
+    if graphs.replayed is None:
+        _refuse_unmatched_ops(runner)
+        runner.say_idle_overrides()
+    elif broken:
+        _refuse_unfit(runner, graphs.replayed)
+
+
+def _capture_on_itself(runner: Runner, inputs: Inputs, state: State) -> None:
+    """Capture the first graph of a model that has no copy, and put back what Python has written meanwhile."""
+    model = runner.model
+    tensors = [t for t in (*model.parameters(), *strided(inputs)) if type(t) in (nn.Parameter, Tensor)]
+    with same_attributes(model), kept((*model.buffers(), *tensors)):
+        _capture_on(runner, model, inputs, state, "first graph")
+
+
+def _capture_on(runner: Runner, model: nn.Module, inputs: Inputs, state: State, does: str) -> None:
+    with same_random_state(), in_state(model, state), contextlib.suppress(Captured):
+        try:
+            runner(*inputs, model=model, does=does)
         except (TypeError, RuntimeError) as e:
             # By torch 2.15 an op that fails breaks the graph, and the model raises the error itself.
             if type(e) not in (TypeError, RuntimeError, dynamo_errors().TorchRuntimeError):
@@ -82,29 +133,33 @@ def capture(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], check
             said = why[1] if why else in_short(e)
             way_out = f" ({advice})" if (advice := runner.of_autocast(said)) else ""
             raise CaptureError(f"{type(runner.model).__name__} rejects the example inputs: {said}{way_out}") from e
-    broken = any(graph.broke for graph in runner.graphs[first:])
-    if len(runner.graphs) == first:
-        return
+
+
+def _read_outside(runner: Runner, inputs: Inputs, state: State) -> list[str]:
+    """Return the names of the parameters that a call in a state reads and that are in no graph of it.
+
+    The model's own code is run for it, on a copy, without autocast.
+    """
+    inside = {
+        f"{prefix}{path}" for prefix, each in views_in(runner)
+        for graph in each.graphs if graph.state == state for path in graph.names.values()
+    }  # fmt: skip
+    known = {id(p) for name, p in runner.model.named_parameters(remove_duplicate=False) if name in inside}
+    outside = [name for name, p in runner.model.named_parameters() if id(p) not in known]
+    if not outside:
+        return []
+    twin, (args, kwargs) = twin_of(runner.model, inputs)
+    before = begin(Call(twin, args, kwargs, RUN, "compare", on_twin=True))
     try:
-        run = partial(run_twin, runner, (args, kwargs), parameters_written(runner.graphs[first:]))
-        if broken and (runner.graphs.policy.ops or runner.graphs.policy.modules):
-            run("run", False)  # an override may change the dtype of what crosses the break, and so the graph after it
-            runner.graphs.note(
-                "not checked: it is captured in several graphs, and overrides change what goes from one to another"
-            )
-        elif check or broken:
-            check_capture(runner, run, check)
-    except NoTwinError as e:
-        runner.graphs.complete = runner.graphs.complete and not broken
-        what = "checked" if not broken else "checked, and what comes after its first graph break not captured"
-        note = f"not {what}: {e}"
-        logger.warning("fxamp: %s is %s", type(runner.model).__name__, note)
-        runner.graphs.note(note)
-    if runner.graphs.replayed is None:
-        _refuse_unmatched_ops(runner)
-        runner.say_idle_overrides()
-    elif broken:
-        _refuse_unfit(runner, runner.graphs.replayed)
+        with same_random_state(), in_state(twin, state), no_autocast(), StorageReads() as reads:
+            twin(*args, **kwargs)
+    except Exception as e:  # whatever a model raises that runs with autocast alone
+        logger.info("fxamp: which parameters a call of %s reads is not known: %s", type(twin).__name__, in_short(e))
+        return outside
+    finally:
+        begin(before)
+    named = dict(twin.named_parameters())
+    return [name for name in outside if storage_id(named[name]) in reads.storages]
 
 
 def _refuse_unmatched_ops(runner: Runner) -> None:

@@ -1,16 +1,13 @@
-"""Check what was captured of a model: run it on twins, copies of the model that share its parameters.
+"""Check what was captured of a model: run it on twins, copies of the model.
 
-Buffers and Python state are a twin's own.
-
-    captured graphs, unconverted    under the view's autocast, on one twin
-    the model's own code            under the same autocast, on another
+captured graphs, unconverted    under the view's autocast, on one twin
+the model's own code            under the same autocast, on another
 """
 
 from __future__ import annotations
 
-import copy
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,27 +18,22 @@ from torch.fx import GraphModule
 
 from passes._torch import pytree
 from passes.contract.errors import FxampError
-from passes.graph.aliases import Aliases
 from passes.graph.values import LOW_DTYPES
 
-from .._torch import OWN_CACHE, current_backward, forget_compiled, is_spread
+from .._torch import OWN_CACHE, current_backward, forget_compiled
 from ..capture.backend import recompute_as_written
 from ..capture.call import Call, begin
-from ..capture.graph import Graph
 from ..capture.inputs import Inputs
 from ..errors import NotFaithfulError, in_short
-from ..observe.snapshot import fresh, same_random_state
+from ..observe.snapshot import same_random_state
 from ..observe.tensors import dense, same
 from .runner import RUN, Runner
+from .twin import NoTwinError, twin_of
 
 logger = logging.getLogger(__name__)
 
 GRADIENT_TOLERANCE = 1e-6
 ROUNDING = 1e-3  # the relative norm, without autocast, up to which a capture that differs is used
-
-
-class NoTwinError(Exception):
-    """There is no copy of the model to run, or it does not run."""
 
 
 @dataclass(frozen=True)
@@ -57,28 +49,16 @@ class _Run:
     read: frozenset[tuple[int, int]] = frozenset()
 
 
-def parameters_written(graphs: Sequence[Graph]) -> frozenset[str]:
-    """Return the names of the parameters that captured graphs write."""
-    found: set[str] = set()
-    for graph in graphs:
-        aliases, places = Aliases(graph.captured.graph), graph.captured.graph.find_nodes(op="placeholder")
-        found.update(name for i, name in graph.names.items() if aliases.is_mutated(places[i]))
-    return frozenset(found)
-
-
 def check_capture(runner: Runner, run: Callable[..., _Run], check: bool | str) -> None:
     """Compare what was captured with the model itself; a difference that is torch.compile's own is a note of the plan.
 
-    `run` is `run_twin` for these inputs. Without a `check` it only runs the graphs.
+    `run` is `run_twin` for these inputs.
 
     Raises:
         NotFaithfulError: what was captured differs, and what torch.compile captures does not.
         NoTwinError: there is nothing to compare with.
     """
     graded = check is True and not runner.graphs.policy.level.rounds and torch.is_grad_enabled()
-    if not check:  # only to capture what comes after a graph break
-        run("graphs", graded)
-        return
     try:
         expected = run("model", graded)
         if expected.gradients == {}:
@@ -114,22 +94,21 @@ def check_capture(runner: Runner, run: Callable[..., _Run], check: bool | str) -
 
 
 def run_twin(
-    runner: Runner, inputs: Inputs, written: frozenset[str], what: str, graded: bool, against: _Run | None = None,
-    exact: bool = False,
-) -> _Run:  # fmt: skip
-    """Run the model's own code, the captured graphs, emitted ones or torch.compile's, on a twin and on copied inputs.
+    runner: Runner, inputs: Inputs, what: str, graded: bool, against: _Run | None = None, exact: bool = False
+) -> _Run:
+    """Run the model's own code, the captured graphs, or those of torch.compile, on a twin and on copied inputs.
 
-    The model itself and torch.compile run without autocast if `exact`.
-    The twin has parameters of its own where they are `written`. Gradients are compared with those of `against` as they
-    come, one parameter at a time, and not kept.
+    The model itself and torch.compile run without autocast if `exact`. Gradients are compared with those of `against`
+    as they come, one parameter at a time, and not kept.
     """
-    twin = twin_of(runner.model, written)
-    given, named = pytree.tree_map(fresh, inputs)
+    if any(t.is_meta for t in (*runner.model.parameters(), *runner.model.buffers())):
+        raise NoTwinError("it is on the meta device")
+    twin, (given, named) = twin_of(runner.model, inputs)
     before = begin(Call(twin, given, named, RUN, "compare"))  # views inside the model run unconverted too
     try:
         with same_random_state():
-            if what in ("graphs", "run"):
-                outputs = runner(given, named, model=twin, does="compare" if what == "graphs" else what)
+            if what == "graphs":
+                outputs = runner(given, named, model=twin, does="compare")
             else:
                 outputs = _called(runner, twin, given, named, compiled=what != "model", exact=exact)
             gradients = _gradients(outputs, twin, None if against is None else against.gradients) if graded else None
@@ -173,18 +152,6 @@ def _called(runner: Runner, twin: nn.Module, args: Any, kwargs: Any, compiled: b
             return run(twin, *args, **kwargs)
     finally:
         forget_compiled(forward.__code__)
-
-
-def twin_of(model: nn.Module, written: Collection[str] = ()) -> nn.Module:
-    """Return a copy of a model, with its parameters except those `written`; buffers and Python state are its own."""
-    if any(map(is_spread, model.parameters())):
-        raise NoTwinError("its parameters are sharded")
-    if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
-        raise NoTwinError("it is on the meta device")
-    try:
-        return copy.deepcopy(model, {id(p): p for name, p in model.named_parameters() if name not in written})
-    except Exception as e:  # whatever a class raises that does not let itself be copied
-        raise NoTwinError(f"it cannot be copied ({in_short(e)})") from e
 
 
 Gradients = dict[str, Tensor | None]

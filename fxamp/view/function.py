@@ -42,6 +42,7 @@ from ..capture.frames import Frames, forward_of
 from ..capture.graph import break_of
 from ..capture.graphs import Graphs
 from ..capture.outputs import holds_low, is_whole, leaving, meets_low
+from ..capture.parameters import low_parameters, lowered_by_forward
 from ..capture.run import GraphCall, Kept
 from ..capture.scope import stays_spread
 from ..errors import in_short
@@ -84,6 +85,7 @@ class Function:
         self._code = function.__code__
         self.codes = {self._code}  # and what Dynamo compiles below a graph break
         self._calls: list[GraphCall] = []
+        self._low_before: set[str] = set()
         ours, tracing = weakref.ref(self), _tracing_settings(model, settings)  # torch keeps what it calls
 
         def fxamp(gm: GraphModule, inputs: list[Any], **_: Any) -> Callable[..., Any]:  # by this name torch logs it
@@ -137,10 +139,11 @@ class Function:
         if in_region := call is not None and not graphs.in_region():
             _enter_region(gm, graphs.device)
         replaying = None if graphs.replayed is None else Replaying(graphs.replayed, graphs, model, self.method, broke)
+        self._note_lowered(model, first=code is self._code)
         graph = rewrite(
             gm, inputs, graphs.policy, method=self.method, runs_on=graphs.device, in_region=in_region,
             eager=self.settings.backend == "eager", costs=graphs.costs, replayed=replaying,
-            alone=self.frames.alone if whole else None,
+            alone=self.frames.alone if whole else None, lowered=graphs.lowered,
         )  # fmt: skip
         if replaying is not None:
             graphs.note(*replaying.notes(graph.plan))
@@ -155,13 +158,25 @@ class Function:
         started = time.perf_counter()
         by, run, again = self._inner(gm, examples)
         graph = replace(graph, seconds=time.perf_counter() - started, kept=None if by == "eager" else Kept(by))
-        # A twin's, of code that Dynamo captured once more, is the model's own.
-        same = (each for each in graphs if model is not self._model and each.computes(graph))
-        known = next(same, None)
+        known = None
+        if model is not self._model:
+            graph = graph.of(self._model)
+            known = next((each for each in graphs if each.computes(graph)), None)  # of code that was captured once more
         graph = graphs.add(graph) if known is None else replace(graph, number=known.number)
         made = GraphCall(graph, gm, run, again, inputs, graphs.device, graphs=graphs, whole=whole, more=more)
         self._calls.append(made)
         return made
+
+    def _note_lowered(self, model: nn.Module, first: bool) -> None:
+        """Note, before a graph that is not the first one of a call is captured, what forward has made low by then."""
+        low = {name for name, _ in low_parameters(model.named_parameters())} - self.graphs.lowered
+        if first:
+            self._low_before = low
+        elif by_forward := sorted(low - self._low_before):
+            self.graphs.lowered.update(by_forward)
+            text = lowered_by_forward(model, by_forward)
+            self.graphs.say(text, logging.WARNING, text)
+            self.graphs.note(text)
 
     def _inner(self, gm: GraphModule, inputs: Sequence[Any]) -> tuple[Any, Callable[..., Any], Any]:
         """Return what compiles an emitted graph, and what it makes of it; what it refuses runs node by node."""

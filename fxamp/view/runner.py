@@ -19,6 +19,7 @@ import logging
 import re
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass, replace
@@ -58,6 +59,7 @@ from .copies import Opened
 from .function import Function
 from .hooks import HookWatch
 from .settings import Settings
+from .twin import MODEL_OF_COPY
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +117,7 @@ class Runner:
 
     @torch.compiler.disable(reason="a view of fxamp runs its own plan")  # type: ignore[untyped-decorator]
     def __call__(self, args: Any, kwargs: Any, method: str = "", model: nn.Module | None = None, does: str = "") -> Any:
-        """Run a call of the view, or of one of its methods that are captured, on a twin if `model` is one.
+        """Run a call of the view, or of one of its methods that are captured, on a twin if `model` is one, or its view.
 
         What the call does is as `Call` has it; "" as the call around it.
 
@@ -128,7 +130,11 @@ class Runner:
             self._refuse_twice(len(args), kwargs, method)
         outer = current()
         self.settle((args, kwargs))
-        call = Call(model or self.model, args, kwargs, RUN, does or (outer.does if outer is not None else "run"))
+        does = does or (outer.does if outer is not None else "run")
+        if runner_of(model) is self:
+            model = vars(model).get(MODEL_OF_COPY)
+        on_twin = model is not None and model is not self.model
+        call = Call(model or self.model, args, kwargs, RUN, does, outer, on_twin)
         modes = Modes((self.graphs.device,))
         try:
             begin(call)
@@ -141,6 +147,8 @@ class Runner:
             if torch.autocast_decrement_nesting() == 0:
                 torch.clear_autocast_cache()
             begin(outer)
+            if outer is not None:  # code behind a break of the model around this one reads what this graph has made
+                outer.made += (weakref.ref(t) for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor))
         except BaseException:
             try:
                 begin(outer)
@@ -222,6 +230,8 @@ class Runner:
         around: list[Any] = []
         if not function.called:
             around.append(self._capturing)  # one thread makes the first call: others would capture the same again
+        if self.graphs.policy.device != self.graphs.device:
+            around.append(self._planned_autocast())
         modes = dispatch_modes()
         if modes and (watch := watching()) is not None:
             around.append(watch.of_view(self))
@@ -230,6 +240,20 @@ class Runner:
         if call.modes:
             around += [without_modes(), without_module_trackers(), *filter(ignores_compilers, modes)]
         return around
+
+    @contextlib.contextmanager
+    def _planned_autocast(self) -> Iterator[None]:
+        """Have the state of autocast of the device that the plan is for be as there, for code that asks for it."""
+        device, rounds = self.graphs.policy.device or "cpu", self.graphs.policy.level.rounds
+        before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        torch.set_autocast_enabled(device, rounds)
+        if rounds:
+            torch.set_autocast_dtype(device, self.graphs.low)
+        try:
+            yield
+        finally:
+            torch.set_autocast_enabled(device, before[0])
+            torch.set_autocast_dtype(device, before[1])
 
     def _traced(self, function: Function, call: Call) -> Any:
         """Call a compiled function under the view's autocast."""
@@ -340,7 +364,7 @@ class Runner:
             return
         name, policy = type(self.model).__name__, self.graphs.policy
         instead = "under autocast" if policy.level.rounds else "as written"
-        if call.does == "capture" and not planned and (policy.ops or policy.modules):
+        if call.does in ("capture", "first graph") and not planned and (policy.ops or policy.modules):
             raise PolicyError(f"the overrides of {policy} cannot act, for {name} runs {instead}: {cause}")
         text = f"{name}: a call did not run {'all of ' * planned}its plan, but {instead}: {cause}"
         if (watch := watching()) is not None:

@@ -31,6 +31,7 @@ from ..capture.graphs import Graphs
 from ..capture.graphs import runner_of as runner_of
 from .runner import Runner
 from .settings import Settings
+from .twin import COPIES_A_MODEL, MODEL_OF_COPY
 
 # Base classes of libraries, whose methods configure, save and load; what computes calls the view, as `generate` does.
 _LIBRARIES = (
@@ -85,7 +86,7 @@ class View:
         """Run the plan."""
         runner = type(self)._fxamp_runner
         if (override := runner.override) is None:
-            return runner(args, kwargs)
+            return runner(args, kwargs, model=self)
         return (
             override(*args, **kwargs) if torch.compiler.is_compiling() else runner.call_override(override, args, kwargs)
         )
@@ -94,9 +95,14 @@ class View:
         runner = runner_of(self)
         return functools.partial(make_view, **_arguments(runner)), (runner.model, runner.graphs.asked)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
         runner = runner_of(self)
-        made = make_view(copy.deepcopy(runner.model, memo), runner.graphs.asked, **_arguments(runner))
+        model: nn.Module = copy.deepcopy(runner.model, memo)
+        if COPIES_A_MODEL in memo:
+            made = _over(model, type(self))  # the same class, which graphs are guarded on
+            vars(made)[MODEL_OF_COPY] = model
+        else:
+            made = make_view(model, runner.graphs.asked, **_arguments(runner))
         memo[id(self)] = made
         return made
 
@@ -145,7 +151,7 @@ def make_view(model: nn.Module, policy: Policy, *, replayed: Plan | None = None,
     """
     cls = type(model)
     runner = Runner(model, Settings(**settings), Graphs(policy, replayed))
-    call = _named_as(cls.forward, lambda self, *args, **kwargs: type(self)._fxamp_runner(args, kwargs))
+    call = _named_as(cls.forward, lambda self, *args, **kwargs: type(self)._fxamp_runner(args, kwargs, model=self))
     members = {
         **_methods_of(cls, runner.settings.methods), **_slots_of(cls), "forward": _Forward(call),
         "__doc__": cls.__doc__, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "_fxamp_runner": runner,
@@ -153,8 +159,11 @@ def make_view(model: nn.Module, policy: Policy, *, replayed: Plan | None = None,
     # A metaclass of the author's may keep a registry of classes, in which a view's class has no place.
     ordinary = type(cls) in (type, abc.ABCMeta)
     new: Any = type(cls) if ordinary else functools.partial(type.__new__, type(cls))
-    made: Any = new(cls.__name__, (View, cls), members)
-    view = object.__new__(made)
+    return _over(model, new(cls.__name__, (View, cls), members))
+
+
+def _over(model: nn.Module, kind: type) -> Any:
+    view: Any = object.__new__(kind)
     object.__setattr__(view, "__dict__", model.__dict__)
     return view
 
@@ -198,7 +207,7 @@ def _on_model(function: Any) -> Any:
 
 
 def _captured(function: Any) -> Any:
-    return _named_as(function, lambda self, *args, **kwargs: runner_of(self)(args, kwargs, function.__name__))
+    return _named_as(function, lambda self, *args, **kwargs: runner_of(self)(args, kwargs, function.__name__, self))
 
 
 def _in_region(function: Any, *, says: bool = True) -> Any:
