@@ -390,6 +390,11 @@ def run_as_soon_as_ready(value: torch.Tensor) -> None:
         set_number(2**64 - 1)
 
 
+def keeps_graph() -> bool:
+    """Say, inside a backward, whether its graph stays, so that another backward may run through it."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
 def kept_by_compiled(outputs: Sequence[Any]) -> list[torch.Tensor] | None:
     """Return the tensors that a graph compiled by AOTAutograd has saved for backward, of what it has just returned.
 
