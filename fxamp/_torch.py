@@ -238,6 +238,11 @@ def is_sharded(module: object) -> bool:
     return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
 
 
+def is_gathered(module: torch.nn.Module) -> bool:
+    """Say whether FSDP, the first or the second, puts other memory under the parameters of a module for its calls."""
+    return bool(vars(module).get("_is_fsdp_managed_module"))
+
+
 def leave_padding_to_python() -> None:
     """Let Dynamo leave `pad_packed_sequence` to Python; before torch 2.13 it raises, as the kernel reads lengths."""
     if torch.__version__ < "2.13":

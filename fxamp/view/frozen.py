@@ -66,11 +66,11 @@ def cast_once(model: Any) -> Iterator[Any]:
             f"fxamp.cast_once takes the view of a module that fxamp.convert returned, or a module with views inside, "
             f"not {type(model).__name__}"
         )
+    level = logging.WARNING if all(reason for _, reason in views) else logging.INFO
     for path, module, reason in parts:
         if reason:
-            logger.warning(
-                "fxamp: cast_once: casts of weights of %s are not kept: it %s", path or type(module).__name__, reason
-            )
+            name = path or type(module).__name__
+            logger.log(level, "fxamp: cast_once: casts of weights of %s are not kept: it %s", name, reason)
     copies = Copies("cast_once", type(model).__name__)
     with contextlib.ExitStack() as scope:
         for runner in (runner_of(view) for view, reason in views if not reason):

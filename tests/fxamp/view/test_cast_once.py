@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxamp
 from fxamp.view.view import runner_of
 from tests.support.helpers import in_turns
+from tests.support.training import WeightCasts
 
 POLICY = "O1,dtype=bf16"
 STEPS = 5
@@ -52,27 +52,6 @@ class Small(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         logits: Tensor = self.head(self.layer(self.embedding(ids)).tanh())
         return logits.flatten(0, 1)
-
-
-class WeightCasts(TorchDispatchMode):
-    """Counts casts of a model's weights to BF16."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count, self._model = 0, model
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        weights = {p.data_ptr() for p in self._model.parameters()}
-        if func is torch.ops.aten._to_copy.default and out.dtype == torch.bfloat16:
-            self.count += args[0].data_ptr() in weights
-        if func is torch.ops.aten._foreach_copy_.default:
-            self.count += sum(source.data_ptr() in weights for source in args[1])
-        return out
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
 
 @pytest.fixture(scope="module")
