@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from .trust.ranges.calibrate import calibrate as calibrate
     from .trust.ranges.overflow import Overflow as Overflow
     from .trust.ranges.overflow import find_overflow as find_overflow
+    from .view.frozen import cast_once as cast_once
     from .view.frozen import frozen as frozen
 
 __version__ = "0.1.0"
@@ -101,7 +102,7 @@ _FOUND_IN = {
     "fxamp.trust.error.verify": ("verify",),
     "fxamp.trust.ranges.calibrate": ("calibrate",),
     "fxamp.trust.ranges.overflow": ("Overflow", "find_overflow"),
-    "fxamp.view.frozen": ("frozen",),
+    "fxamp.view.frozen": ("cast_once", "frozen"),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _FOUND_IN.items() for name in names}
 _TRAINERS = ("lightning", "huggingface")  # modules, each for a package that need not be installed

@@ -248,6 +248,11 @@ def is_sharded(module: object) -> bool:
     return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
 
 
+def is_gathered(module: torch.nn.Module) -> bool:
+    """Say whether FSDP, the first or the second, puts other memory under the parameters of a module for its calls."""
+    return bool(vars(module).get("_is_fsdp_managed_module"))
+
+
 def leave_padding_to_python() -> None:
     """Let Dynamo leave `pad_packed_sequence` to Python; before torch 2.13 it raises, as the kernel reads lengths."""
     if torch.__version__ < "2.13":
@@ -398,6 +403,11 @@ def run_as_soon_as_ready(value: torch.Tensor) -> None:
     set_number = getattr(value.grad_fn, "_set_sequence_nr", None)
     if set_number is not None:
         set_number(2**64 - 1)
+
+
+def keeps_graph() -> bool:
+    """Say, inside a backward, whether its graph stays, so that another backward may run through it."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def kept_by_compiled(outputs: Sequence[Any]) -> list[torch.Tensor] | None:

@@ -5,7 +5,10 @@ The Trainer trains the view as any model. The callback only looks, and refuses a
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import logging
+import weakref
 from typing import Any
 
 from transformers import TrainerCallback
@@ -14,7 +17,9 @@ from passes.contract.errors import PolicyError
 from passes.contract.policy import Policy
 
 from ..convert import converted_in, plan_of
+from ..errors import in_short
 from ..trust.census.census import Census, census
+from ..view.frozen import cast_once
 from ..view.view import is_view, runner_of
 
 logger = logging.getLogger("fxamp")
@@ -29,6 +34,7 @@ class FxampCallback(TrainerCallback):  # type: ignore[misc]
     Args:
         policy: What the model was converted by; a Trainer whose model was converted by another one is refused.
         census: Take a census.
+        cast_once: Cast each weight once between two updates, as `fxamp.cast_once` does, instead of once a micro-batch.
 
     Attributes:
         census: The census; None before the first step, and where the Trainer's model is not itself a view.
@@ -42,11 +48,13 @@ class FxampCallback(TrainerCallback):  # type: ignore[misc]
         >>> trainer = Trainer(fxamp.convert(model, policy="O1,dtype=bf16"), arguments, callbacks=[callback])
     """
 
-    def __init__(self, policy: Policy | str | None = None, *, census: bool = True) -> None:
+    def __init__(self, policy: Policy | str | None = None, *, census: bool = True, cast_once: bool = True) -> None:
         self.policy = None if policy is None else Policy.of(policy)
         self.census: Census | None = None
         self.skipped = 0
-        self._wanted, self._scale = census, 0.0
+        self._wanted, self._scale, self._cast_once = census, 0.0, cast_once
+        self._scope = contextlib.ExitStack()
+        weakref.finalize(self, self._scope.close)
         self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
@@ -71,6 +79,13 @@ class FxampCallback(TrainerCallback):  # type: ignore[misc]
             )
         if self._wanted and is_view(model):
             self._remember(model)
+        self._scope.close()
+        if self._cast_once and any(is_view(part) for _, part in parts):
+            self._scope.enter_context(cast_once(model))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Cast weights at each use again."""
+        self._scope.close()
 
     def _remember(self, view: Any) -> None:
         """Keep what the next call of a view is given."""
@@ -91,13 +106,23 @@ class FxampCallback(TrainerCallback):  # type: ignore[misc]
         plan = plan_of(model)
         low = sum(d.colour in ("bfloat16", "float16") for d in plan.decisions)
         entry: dict[str, Any] = {"fxamp/nodes": len(plan.decisions), "fxamp/low": low, "fxamp/casts": plan.casts}
-        self.census = census(model, named if named else given)
-        found = self.census
-        entry |= {"fxamp/as_planned": found.share, "fxamp/differences": len(found.differences)}
+        try:
+            self.census = self._census(model, given, named)
+        except Exception as e:  # what only looks ends no training
+            logger.warning("fxamp: there is no census of the first batch: %s", in_short(e))
+        else:
+            found = self.census
+            entry |= {"fxamp/as_planned": found.share, "fxamp/differences": len(found.differences)}
+            logger.info("fxamp: census of the first batch\n%s", found)
+            for difference in found.differences:
+                logger.warning("fxamp: did not run as planned: %s", difference)
         state.log_history.append({**entry, "epoch": state.epoch, "step": state.global_step})
-        logger.info("fxamp: census of the first batch\n%s", found)
-        for difference in found.differences:
-            logger.warning("fxamp: did not run as planned: %s", difference)
+
+    def _census(self, view: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Census:
+        """Return the census of a view, called with arguments by place, by name, or both."""
+        if given and named:  # a census takes one kind
+            given, named = (), dict(inspect.signature(view.forward).bind(*given, **named).arguments)
+        return census(view, named if named else given)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
         """Note the loss scale of the step that follows."""

@@ -6,7 +6,9 @@ drop what `convert_module` returns; code between them runs under autocast. Fabri
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -25,6 +27,7 @@ from ..capture.graphs import is_compiled
 from ..convert import convert
 from ..train.given import scaler_of
 from ..train.scaler import LossScaler
+from ..view.frozen import cast_once
 from ..view.view import is_view, runner_of
 from .parts import policy_of_part
 
@@ -45,6 +48,7 @@ class FxampPrecision(Precision):  # type: ignore[misc]
         backend: As `fxamp.convert` takes it.
         options: As `fxamp.convert` takes it.
         scaler: As `fxamp.TrainStep` takes it.
+        cast_once: Cast each weight once between two updates, as `fxamp.cast_once` does, instead of once a micro-batch.
 
     Attributes:
         views: The views by the path of the module in whose place they are.
@@ -61,6 +65,7 @@ class FxampPrecision(Precision):  # type: ignore[misc]
     def __init__(
         self, policy: Policy | str = "O1", *, modules: Sequence[str] | None = None, backend: Any = "eager",
         options: Mapping[str, Any] | None = None, scaler: LossScaler | float | str | None = "auto",
+        cast_once: bool = True,
     ) -> None:  # fmt: skip
         super().__init__()
         self.policy, self.modules = Policy.of(policy), None if modules is None else tuple(modules)
@@ -69,6 +74,8 @@ class FxampPrecision(Precision):  # type: ignore[misc]
         self._settings = {"backend": backend, "options": options}
         self._asked, self._scaler = scaler, None if scaler == "auto" else scaler_of(scaler, None)
         self._module: nn.Module | None = None
+        self._cast_once, self._scope = cast_once, contextlib.ExitStack()
+        weakref.finalize(self, self._scope.close)
         self._in_trainer = self._looked = False
 
     def __repr__(self) -> str:
@@ -93,6 +100,7 @@ class FxampPrecision(Precision):  # type: ignore[misc]
             if not is_view(module):
                 module = convert(module, policy=self.policy, **self._settings)
             self.views[self._name_of(module)] = module
+            self._keep_casts(module)
             return module
         modules = [(path, type_names(type(m))) for path, m in module.named_modules()]
         check_used(replace(self.policy, ops=()), [[one] for one in modules], ())
@@ -104,10 +112,22 @@ class FxampPrecision(Precision):  # type: ignore[misc]
                 made[child] = convert(child, policy=policy_of_part(self.policy, path, child), **self._settings)
             self.views[path] = made[child]
             module.set_submodule(path, made[child])
+        self._scope.close()
+        self._keep_casts(module)
         return module
+
+    def _keep_casts(self, module: nn.Module) -> None:
+        if self._cast_once and any(map(is_view, module.modules())):
+            self._scope.enter_context(cast_once(module))
+
+    def teardown(self) -> None:
+        """Cast weights at each use again."""
+        self._scope.close()
+        super().teardown()
 
     def restore(self) -> None:
         """Put the modules back in whose place the views are, for example to export them."""
+        self._scope.close()
         for path, view in self.views.items():
             if path and self._module is not None:
                 self._module.set_submodule(path, runner_of(view).model)

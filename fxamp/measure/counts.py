@@ -96,8 +96,6 @@ def last_loss(loss: Callable[[], Tensor], micro_batches: int, weights: Any = Non
     with contextlib.nullcontext() if weights is None else weights.window():
         for _ in range(micro_batches - 1):
             loss().backward()
-            if weights is not None:
-                weights.copies.after_backward()
         return loss()
 
 

@@ -237,7 +237,6 @@ class TrainState:
                 f"scale={scale!r} within a window that began with {window.given_scale or 'the scale of the scaler'}: "
                 "the gradients of a window add up, so they need the same scale. Change it at the start of a window."
             )
-        self.weights.open()
         if window is not None:
             return window
         self._clear_stale()

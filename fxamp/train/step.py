@@ -192,7 +192,7 @@ class TrainStep(TrainState):
         window = self.open_window(scale)
         with self._abandoning():
             self._before_micro_batch()
-            with self._exchanging(window):
+            with self._exchanging(window), self.weights.read():
                 with range_of("forward"):
                     if self.compiled is None:
                         loss, output = loss_of(self.model, self.loss_fn, inputs, target)
@@ -224,7 +224,7 @@ class TrainStep(TrainState):
         with self._abandoning():
             window = self.open_window(scale)
             self._before_micro_batch()
-            with self._exchanging(window):
+            with self._exchanging(window), self.weights.read():
                 yield window
 
     def backward(self, loss: Tensor, weight: Weight = UNWEIGHTED) -> None:
@@ -439,7 +439,6 @@ class TrainStep(TrainState):
             with range_of("backward"):
                 mean = weighted if self.accumulate_steps == 1 else weighted / self.accumulate_steps
                 window.scaler.scale(mean).backward()
-        self.weights.copies.after_backward()
         if self.compiled is not None:
             self.compiled.loss.kernels.after_backward()
         if window.kept is not None:
@@ -550,7 +549,6 @@ class TrainStep(TrainState):
                 with self.ranks.exchanging(not early and index + 1 == count):
                     loss = loss_of(self.model, self.loss_fn, inputs, target)[0] / share
                     window.scaler.scale(loss).backward()
-                    self.weights.copies.after_backward()
                     losses.append(loss.detach())
         if not self.ranks.groups:
             return torch.stack(losses).sum()

@@ -11,15 +11,11 @@ from torch import nn
 
 from passes.contract.errors import PolicyError
 
-from .._torch import compiled_call, is_sharded, original_of
 from ..view.copies import Copies, is_plain
-from ..view.frozen import weights_of
+from ..view.frozen import parts_of, weights_of
 from ..view.view import is_view, runner_of
 
 Mode = Literal["auto", "per_step", "per_use"]
-
-# Wrappers that put other tensors in the parameters' place for a call, or copy the module for it.
-_REPLACE_PARAMETERS = ("DataParallel", "FullyShardedDataParallel")
 
 
 class _Found(NamedTuple):
@@ -45,7 +41,7 @@ class WeightCasts:
         asked: As given.
         parts: The views in the model.
         copies: The low copies, which live as long as the step.
-        is_open: A window is open in which views read them.
+        is_open: Views read them now.
 
     Raises:
         PolicyError: `mode` is none of the three, or "per_step" and nothing can be kept.
@@ -56,7 +52,7 @@ class WeightCasts:
             raise PolicyError(f"weights must be one of {', '.join(map(repr, get_args(Mode)))}, got {mode!r}")
         self.asked, self._accumulate_steps = mode, accumulate_steps
         self.copies, self.is_open = Copies(), False
-        parts = list(_parts(model))
+        parts = list(parts_of(model))
         self.parts = [module for _, module, _ in parts if is_view(module)]
         self._refused = {path or "the model": reason for path, _, reason in parts if reason}
         self._views = {path: runner_of(module) for path, module, reason in parts if is_view(module) and not reason}
@@ -102,33 +98,30 @@ class WeightCasts:
         return not self._views or bool(found.graphs and not found.kept)
 
     @contextlib.contextmanager
-    def window(self) -> Iterator[None]:
-        """Keep casts inside this context."""
-        self.open()
-        try:
+    def read(self) -> Iterator[None]:
+        """Let views read copies inside this context; what was cast stays valid after it, until `end`."""
+        if self.is_open or self.mode == "per_use":
             yield
+            return
+        with contextlib.ExitStack() as scope:
+            for runner in self._views.values():
+                scope.enter_context(runner.opened.open(self.copies, type(runner.model).__name__))
+            scope.callback(setattr, self, "is_open", False)
+            self.is_open = True
+            yield
+
+    @contextlib.contextmanager
+    def window(self) -> Iterator[None]:
+        """Let views read copies inside this context, after which none is valid."""
+        try:
+            with self.read():
+                yield
         finally:
             self.end()
 
-    def open(self) -> None:
-        """Begin a window: views read the copies, which hold the weights as they are now; no others may be open."""
-        if self.is_open or self.mode == "per_use":
-            return
-        with contextlib.ExitStack() as undo:
-            for runner in self._views.values():
-                runner.opened.open(self.copies, type(runner.model).__name__)
-                undo.callback(runner.opened.close, self.copies)
-            undo.pop_all()
-        self.copies.open()
-        self.is_open = True
-
     def end(self) -> None:
-        """End a window: views cast at each use."""
-        if self.is_open:
-            for runner in self._views.values():
-                runner.opened.close(self.copies)
-            self.copies.end()
-            self.is_open = False
+        """End a window: weights are cast again when they are next read."""
+        self.copies.end()
 
     def _look(self) -> _Found:
         """Read the captured graphs, if there are others than at the last look."""
@@ -154,27 +147,3 @@ class WeightCasts:
             times += a_call
         self._found = _Found(graphs, kept, per_use, max(times.values(), default=0))
         return self._found
-
-
-def _parts(model: nn.Module, path: str = "", reason: str = "") -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield the views of a model, and other modules that keep casts from being kept, with the reason."""
-    found = reason or _why_not(model)
-    if is_view(model) or found != reason:
-        yield path, model, found
-    for name, child in model.named_children():
-        yield from _parts(child, f"{path}.{name}".removeprefix("."), found)
-
-
-def _why_not(module: nn.Module) -> str:
-    """Return why no casts in a module are kept, "" if they may be."""
-    if compiled_call(module) is not None:
-        return "is compiled in place, by graphs that cast weights themselves"
-    original = original_of(module)
-    if original is not None and not any(map(is_view, original.modules())):
-        return "is compiled by torch.compile, whose graphs cast weights themselves"
-    if type(module).__name__ in _REPLACE_PARAMETERS:
-        return f"is a {type(module).__name__}, which replaces parameters at each call"
-    inside = runner_of(module).model.modules() if is_view(module) else ()
-    if is_sharded(module) or any(map(is_sharded, inside)):
-        return "is sharded by FSDP2, which gathers weights again for every call"
-    return ""

@@ -1,6 +1,6 @@
-"""Low copies of parameters that are made once and read by many calls: in a window of TrainStep, and in `frozen`.
+"""Low copies of parameters, which are made once and read by many calls.
 
-In a function that is compiled for a window, the casts of parameters are lifted out of the graph and become its inputs.
+In a function that is compiled for them, the casts of parameters are lifted out of the graph and become its inputs.
 A call fetches them from the copies that are open on its view, and casts where none are.
 
 Before: graph(w): to = w.to(bfloat16); linear(x, to)
@@ -9,14 +9,18 @@ After:  graph(w, low): linear(x, low)        low = copies.of(w, bfloat16)
 
 from __future__ import annotations
 
-import threading
+import contextlib
+import functools
+import itertools
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
+from torch.optim import Optimizer
 
 from passes._torch import SET_GRAD, FakeTensor
 from passes.contract.errors import CaptureError
@@ -24,20 +28,42 @@ from passes.graph.aliases import Aliases, mutated_operands
 from passes.graph.notes import is_inserted
 from passes.runtime.casts import cast_weight
 
-from .._torch import copy_together, is_stand_in, mark_static_address, of_fixed_sizes, run_as_soon_as_ready
+from .._torch import (
+    copy_together,
+    is_stand_in,
+    keeps_graph,
+    mark_static_address,
+    of_fixed_sizes,
+    run_as_soon_as_ready,
+)
+
+logger = logging.getLogger("fxamp")
 
 
 class _Reader(torch.autograd.Function):
     """A second reader of a low copy before backward: its gradient arrives at the master by itself, in FP32."""
 
     @staticmethod
-    def forward(ctx: Any, master: Tensor, low: Tensor) -> Tensor:
-        ctx.dtype = master.dtype
+    def forward(ctx: Any, master: Tensor, low: Tensor, use: _Use) -> Tensor:
+        ctx.dtype, ctx.use = master.dtype, use
         return low.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.to(ctx.dtype), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.use.copy.ends:
+            ctx.use.copy.valid = False
+        return gradient.to(ctx.dtype), None, None
+
+
+class _Use:
+    """Lives as long as autograd may need what a `_Reader` has read."""
+
+    def __init__(self, copy: _Copy) -> None:
+        self.copy = copy
+        copy.readers += 1
+
+    def __del__(self) -> None:
+        self.copy.readers -= 1
 
 
 class _Copy:
@@ -47,36 +73,50 @@ class _Copy:
         master: the parameter.
         low: the copy, without a history.
         node: the same memory as a cast of the parameter that autograd has recorded; `low`, if the parameter is frozen.
-        valid: it holds what the parameter held when it was cast.
-        taken: a graph has read `node`, and no backward has run since.
-        read: it was read in the present window, or in the last one.
+        valid: nothing has ended it since it was cast.
+        ends: a backward ends it.
+        taken: a graph has read `node`, and its gradient has not come. A copy of a frozen parameter stays taken.
+        readers: how many other reads autograd may still need.
+        read: it was read since copies were last cast together.
     """
 
-    __slots__ = ("_like", "_state", "low", "master", "node", "read", "taken", "valid")
+    __slots__ = (
+        "__weakref__", "_like", "_source", "_state", "ends", "low", "master", "node", "read", "readers", "taken",
+        "valid",
+    )  # fmt: skip
 
-    def __init__(self, master: Tensor, dtype: torch.dtype, forget: Callable[[Any], None]) -> None:
-        self.master = weakref.ref(master, forget)
+    def __init__(self, master: Tensor, dtype: torch.dtype, forget: Callable[[Any], None], ends: bool) -> None:
+        self.master, self.ends, self.taken, self.readers, self.read = weakref.ref(master, forget), ends, False, 0, False
         with torch.inference_mode(False), torch.set_grad_enabled(master.requires_grad):
             self.node = master.to(dtype, copy=True)
         self.low = self.node.detach()
         if master.requires_grad:
             run_as_soon_as_ready(self.node)
+            self.node.register_hook(functools.partial(_arrived, weakref.ref(self)))
         for tensor in (self.node, self.low):
             mark_static_address(tensor)
-        self._like, self.read = _like(master), False
+        self._like = _like(master)
         self.filled(master)
 
     def filled(self, master: Tensor) -> None:
         """Note that the copy holds what the parameter holds now."""
-        self.valid, self.taken, self._state = True, False, _state(master)
+        self.valid, self._state = True, _state(master)
+        self._source = master.detach()  # no other storage gets its address while this one lives
 
-    def holds(self, master: Tensor) -> bool:
+    def is_of(self, master: Tensor) -> bool:
         """Say whether the parameter is, as far as it can be told, what it was when it was cast."""
-        return self.valid and self._state == _state(master)
+        return self._state == _state(master)
 
     def fits(self, master: Tensor | None) -> bool:
         """Say whether the parameter can be cast into this memory."""
         return master is not None and self._like == _like(master)
+
+
+def _arrived(copy: weakref.ref[_Copy], gradient: Tensor) -> None:
+    """Note that the gradient of a copy has come, and that of a graph that is not kept no other will."""
+    if (found := copy()) is not None:
+        found.taken = found.taken and keeps_graph()
+        found.valid = found.valid and not found.ends
 
 
 def _state(master: Tensor) -> tuple[Any, ...]:
@@ -87,81 +127,131 @@ def _like(master: Tensor) -> tuple[Any, ...]:
     return master.shape, master.dtype, master.device, master.stride(), master.requires_grad
 
 
-class Copies:
-    """Low copies of parameters: one buffer for a parameter and dtype, at one address as long as this object lives.
+Scope = Literal["window", "cast_once", "frozen"]
 
-    A parameter that is written to, moved or frozen while copies are open is cast again, into other memory: what was
-    saved for a backward stays as it was.
+
+class Copies:
+    """Low copies of parameters: one buffer for a parameter and dtype.
+
+    A copy that is not valid any more is cast again when it is read, together with all others that were read since the
+    last time. It is cast into the same memory, unless a backward may still need what that holds.
 
     Args:
-        owner: what they are open for, as an error names it.
-        keeps_edits_out: read what was cast when the copies were opened, whatever becomes of a parameter; no gradient
-            reaches it.
+        scope: What ends the validity of a copy. In a "window" of a TrainStep its owner does, by `end`, and edits that
+            show. In "cast_once" do a step of the optimizer that has the parameter, an edit that shows and, of a
+            parameter of which neither was seen, each backward. When it is "frozen", nothing does, and no gradient
+            reaches the parameter.
+        name: That of the view, for a line of the log.
 
     Attributes:
         casts: how many casts were made.
     """
 
-    def __init__(self, owner: str = "a window of a TrainStep", keeps_edits_out: bool = False) -> None:
-        self.owner, self.casts = owner, 0
-        self._frozen = keeps_edits_out
+    def __init__(self, scope: Scope = "window", name: str = "") -> None:
+        self.scope, self.casts = scope, 0
+        self._name, self._said = name, set[str]()
         self._copies: dict[tuple[int, torch.dtype], _Copy] = {}
+        self._followed = set[int]()  # the parameters of which an update was seen, by identity
+        self._in_eval: nn.Module | None = None  # called last with gradients, and not in train mode
 
-    def of(self, master: Tensor, dtype: torch.dtype, flagged: bool = False) -> Tensor:
+    def serves(self, model: nn.Module) -> bool:
+        """Say whether a call of a model reads copies."""
+        if self.scope != "cast_once":
+            return True
+        if not torch.is_grad_enabled():
+            return False
+        self._in_eval = None if model.training else model
+        return model.training
+
+    def of(self, master: Tensor, dtype: torch.dtype, flagged: bool = False, grad: bool = True) -> Tensor:
         """Return the copy of a parameter, which is made if there is none that is valid.
 
         If it is `flagged`, it requires a gradient as the parameter does, also where none are computed.
         """
+        grad = grad and torch.is_grad_enabled()
+        if self.scope == "cast_once" and not (grad or master.requires_grad):
+            return cast(master, dtype, flagged)  # a teacher, which loops write through `.data`
         copy = self._copies.get((id(master), dtype))
-        if copy is None or not (copy.holds(master) or (self._frozen and copy.valid)):
+        if copy is None or not (copy.valid and (self.scope == "frozen" or copy.is_of(master))):
             copy = self._cast(master, dtype, copy)
         copy.read = True
         if not torch.is_grad_enabled():
             return copy.node if flagged and not torch.is_inference_mode_enabled() else copy.low
-        if self._frozen or not master.requires_grad:
+        if self.scope == "frozen" or not master.requires_grad:
+            copy.taken = True
             return copy.low
         if not copy.taken:
             copy.taken = True
             return copy.node
-        reader: Tensor = _Reader.apply(master, copy.low)  # type: ignore[no-untyped-call]
+        reader: Tensor = _Reader.apply(master, copy.low, _Use(copy))  # type: ignore[no-untyped-call]
         run_as_soon_as_ready(reader)
         return reader
 
     def _cast(self, master: Tensor, dtype: torch.dtype, copy: _Copy | None) -> _Copy:
-        key = (id(master), dtype)
+        if copy is not None:
+            copy.read = True
+            self._cast_together()
+            if copy.valid and copy.is_of(master):
+                return copy
+        key, ours = (id(master), dtype), weakref.ref(self)
         self.casts += 1
-        if copy is None or copy.valid or not copy.fits(master):
-            ours = weakref.ref(self)
-            copy = self._copies[key] = _Copy(master, dtype, lambda _: _forget(ours(), key))
-        else:
-            with torch.no_grad():
-                copy.low.copy_(master)
-            copy.filled(master)
-        return copy
+        ends = self.scope == "cast_once" and id(master) not in self._followed
+        made = self._copies[key] = _Copy(master, dtype, lambda _: _forget(ours(), key), ends)
+        return made
 
-    def open(self) -> None:
-        """Begin a window: cast again, in place and together, all that was read in the last one."""
-        read: list[tuple[_Copy, Any]] = [(copy, copy.master()) for copy in self._copies.values() if copy.read]
-        found = [(copy, master) for copy, master in read if copy.fits(master)]
-        self.end()
-        if found and not torch.is_inference_mode_enabled():
-            with torch.no_grad():
-                copy_together([copy.low for copy, _ in found], [master for _, master in found])
-            for copy, master in found:
-                copy.filled(master)
-            self.casts += len(found)
-        for copy in self._copies.values():
+    def _cast_together(self) -> None:
+        """Cast again, in place, all that was read since the last time and is not valid any more."""
+        again: list[tuple[_Copy, Any]] = []
+        for (number, _), copy in self._copies.items():
+            master = copy.master()
+            if master is None:
+                continue
+            written = not copy.is_of(master)
+            if copy.valid and not written:
+                continue
+            if written and self.scope == "cast_once":
+                self._followed.add(number)
+                copy.ends = False
+            elif copy.ends and copy.read and master.requires_grad and master.grad is None:
+                self._say_unfollowed()
+            needed = copy.valid if self.scope == "window" else copy.taken or copy.readers
+            if copy.read and not needed and copy.fits(master):
+                again.append((copy, master))
             copy.read = False
+        if again and not torch.is_inference_mode_enabled():
+            with torch.no_grad():
+                copy_together([copy.low for copy, _ in again], [master for _, master in again])
+            for copy, master in again:
+                copy.filled(master)
+                copy.taken = False
+            self.casts += len(again)
 
-    def after_backward(self) -> None:
-        """Let the next forward read each copy as the first one did."""
-        for copy in self._copies.values():
-            copy.taken = False
+    def stepped(self, optimizer: Optimizer, *_: Any) -> None:
+        """End the copies of the parameters that an optimizer has stepped, as a hook on its step."""
+        dtypes = {dtype for _, dtype in self._copies}
+        stepped = {id(p) for g in optimizer.param_groups for p in g["params"] if p.requires_grad or p.grad is not None}
+        for number, dtype in itertools.product(stepped, dtypes):
+            if (copy := self._copies.get((number, dtype))) is not None:
+                copy.valid = copy.ends = False
+                self._followed.add(number)
+        if (model := self._in_eval) is not None and not stepped.isdisjoint(map(id, model.parameters())):
+            self._say("eval", "keeps no casts of weights, since it trains in eval mode: call train() before")
+
+    def _say_unfollowed(self) -> None:
+        self._say(
+            "steps", "casts weights again after each backward, since what updates them is no torch.optim.Optimizer, and"
+            " writes them where no version shows it",
+        )  # fmt: skip
+
+    def _say(self, about: str, text: str) -> None:
+        if about not in self._said:
+            self._said.add(about)
+            logger.warning("fxamp: cast_once: %s %s", self._name, text)
 
     def end(self) -> None:
         """Say that no copy is valid any more; the memory stays."""
         for copy in self._copies.values():
-            copy.valid = False
+            copy.valid = copy.taken = False
 
     def __len__(self) -> int:
         return len(self._copies)
@@ -170,47 +260,55 @@ class Copies:
 def _forget(copies: Copies | None, key: tuple[int, torch.dtype]) -> None:
     if copies is not None:
         copies._copies.pop(key, None)
+        copies._followed.discard(key[0])
 
 
 class Opened:
-    """The copies that are open on a view: one at a time, and not kept alive."""
+    """The copies that are open on a view, the innermost last; it does not keep them alive."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._copies: weakref.ref[Copies] | None = None
+        self._open: tuple[weakref.ref[Copies], ...] = ()
 
     def __call__(self) -> Copies | None:
-        """Return them, None if there are none."""
-        return None if self._copies is None else self._copies()
+        """Return the innermost copies, None if there are none."""
+        return next((copies for each in reversed(self._open) if (copies := each()) is not None), None)
 
-    def open(self, copies: Copies, view: str) -> None:
-        """Open copies.
+    def serves(self, model: nn.Module) -> bool:
+        """Say whether a call of a model reads copies."""
+        copies = self()
+        return copies is not None and copies.serves(model)
+
+    @contextlib.contextmanager
+    def open(self, copies: Copies, view: str) -> Iterator[None]:
+        """Let calls read copies.
 
         Raises:
-            CaptureError: others are open; `view` is the name that the error gives to the view.
+            CaptureError: the view is frozen; `view` is the name that the error gives to it.
         """
-        with self._lock:
-            other = self()
-            if other is not None and other is not copies:
-                raise CaptureError(
-                    f"{copies.owner} cannot be opened over {view}, on which {other.owner} is open: end that first. "
-                    "TrainStep(weights='per_use') needs no weights of its own, and step.flush() ends a window."
-                )
-            self._copies = weakref.ref(copies)
-
-    def close(self, copies: Copies) -> None:
-        """Close copies, if they are the ones that are open."""
-        with self._lock:
-            if self() is copies:
-                self._copies = None
+        other = self()
+        if other is not None and other.scope == "frozen":
+            raise CaptureError(
+                f"{view} is frozen, here or by another thread, so no gradient reaches its weights, and edits of them "
+                "have no effect: leave fxamp.frozen before."
+            )
+        ours = weakref.ref(copies)
+        try:
+            self._open += (ours,)
+            yield
+        finally:
+            self._open = tuple(each for each in self._open if each is not ours)
 
 
 class Lifted(NamedTuple):
-    """A cast of a parameter that is an input of the graph: which input the parameter is, and as `Copies.of` has it."""
+    """A cast of a parameter that is an input of the graph: which input the parameter is, and as `Copies.of` has it.
+
+    `grad` says that the graph reads it where gradients are on.
+    """
 
     place: int
     dtype: torch.dtype
     flagged: bool
+    grad: bool
 
 
 def weight_casts(graph: Graph, kept: Mapping[int, Any], *, sums_inside: bool = False) -> Iterator[tuple[Node, Lifted]]:
@@ -223,7 +321,8 @@ def weight_casts(graph: Graph, kept: Mapping[int, Any], *, sums_inside: bool = F
     places = [n for n in graph.nodes if n.op == "placeholder"]
     at = {n: i for i, n in enumerate(places) if i in kept}
     casts = [n for n in graph.nodes if n.op == "call_function" and is_inserted(n) and n.args[0] in at]
-    known, counted = set(casts), _with_gradients(graph) if sums_inside else set()
+    known, on = set(casts), _with_gradients(graph)
+    counted = on if sums_inside else set()
     aliases = Aliases(graph)
     for node in casts:
         master: Any = node.args[0]
@@ -231,7 +330,7 @@ def weight_casts(graph: Graph, kept: Mapping[int, Any], *, sums_inside: bool = F
         leaves = any(user.op == "output" or node in mutated_operands(user) for user in node.users)
         if not leaves and len(others) < 2 and not aliases.epoch(master, node):
             dtype: Any = node.args[1]
-            yield node, Lifted(at[master], dtype, node.target is cast_weight)
+            yield node, Lifted(at[master], dtype, node.target is cast_weight, node in on)
 
 
 def _with_gradients(graph: Graph) -> set[Node]:
@@ -290,9 +389,10 @@ def lifted_inputs(
 ) -> Iterator[Tensor]:
     """Yield the casts that were lifted out of a graph, for the inputs of a call of it."""
     copies = opened()
-    low = _cast if copies is None else copies.of
-    return (low(args[place], dtype, flagged) for place, dtype, flagged in lifted)
+    low = cast if copies is None else copies.of
+    return (low(args[place], dtype, flagged, grad) for place, dtype, flagged, grad in lifted)
 
 
-def _cast(master: Tensor, dtype: torch.dtype, flagged: bool) -> Tensor:
+def cast(master: Tensor, dtype: torch.dtype, flagged: bool, grad: bool = True) -> Tensor:
+    """Cast a parameter for one read."""
     return cast_weight(master, dtype) if flagged else master.to(dtype)

@@ -1,23 +1,106 @@
-"""`frozen`: weights cast once, for inference. Outside of it and of a TrainStep's windows no cast weight is kept.
+"""Scopes in which casts of weights are kept: `cast_once` for training, `frozen` for inference.
 
-fxamp cannot detect every edit of a weight (`weight.data.copy_(new)` leaves no trace), so by entering the region the
-user promises that there is none.
+fxamp cannot detect every edit of a weight (`weight.data.copy_(new)` leaves no trace), and validation is where libraries
+make such edits. So `cast_once` keeps nothing there, and by entering `frozen` the user promises that there are none.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from passes.contract.errors import CaptureError
-
+from .._torch import compiled_call, is_sharded, original_of
 from ..capture.graph import Graph
 from ..errors import NotAModuleError
 from .copies import Copies, Lifted, is_plain, weight_casts
 from .view import is_view, runner_of
+
+logger = logging.getLogger("fxamp")
+
+# Wrappers that put other tensors in the parameters' place for a call, or copy the module for it.
+_REPLACE_PARAMETERS = ("DataParallel", "FullyShardedDataParallel")
+
+
+@contextlib.contextmanager
+def cast_once(model: Any) -> Iterator[Any]:
+    """Cast each weight once between two updates, in a training loop of one's own or of a library.
+
+    Inside, each weight that a view reads in 16 bits is cast when it is first read, and again after an optimizer has
+    stepped it, or after it was written, moved or replaced. So the micro-batches of a window share one cast. Gradients
+    arrive in FP32 at the weights, bit for bit as without.
+
+    Copies are read by calls that record gradients, of a view in train mode. Other calls cast what they read: libraries
+    swap weights through `.data` for validation, which nothing shows. For inference there is `fxamp.frozen`.
+
+    A torch.optim.Optimizer says that it has stepped, and an update by hand changes the version of a weight. Where
+    neither is seen, as under DeepSpeed's engine, each backward ends the copies, and a line of the log says so. A weight
+    that is written through `.data` in train mode, between an optimizer's step and the next backward, has to be written
+    before the first forward of the window.
+
+    Args:
+        model: A module that `fxamp.convert` or `fxamp.compile` returned, or one with such modules inside, such as
+            DistributedDataParallel. Copies take 2 bytes for each element of a weight that is read low. Weights that
+            FSDP gathers, and those of modules compiled in place, are cast at each call, and a line of the log says so.
+
+    Raises:
+        NotAModuleError: Nothing in `model` is a converted module.
+        CaptureError: The module is frozen.
+
+    Example:
+        >>> with fxamp.cast_once(converted):
+        ...     for _ in range(4):
+        ...         nn.functional.cross_entropy(converted(x), y).backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+    """
+    parts = list(parts_of(model)) if isinstance(model, nn.Module) else []
+    views = [(module, reason) for _, module, reason in parts if is_view(module)]
+    if not views:
+        raise NotAModuleError(
+            f"fxamp.cast_once takes the view of a module that fxamp.convert returned, or a module with views inside, "
+            f"not {type(model).__name__}"
+        )
+    level = logging.WARNING if all(reason for _, reason in views) else logging.INFO
+    for path, module, reason in parts:
+        if reason:
+            name = path or type(module).__name__
+            logger.log(level, "fxamp: cast_once: casts of weights of %s are not kept: it %s", name, reason)
+    copies = Copies("cast_once", type(model).__name__)
+    with contextlib.ExitStack() as scope:
+        for runner in (runner_of(view) for view, reason in views if not reason):
+            scope.enter_context(runner.opened.open(copies, type(runner.model).__name__))
+        scope.callback(register_optimizer_step_post_hook(copies.stepped).remove)
+        yield model
+
+
+def parts_of(model: nn.Module, path: str = "", reason: str = "") -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield the views of a model, and other modules that keep casts from being kept: path, module, and the reason."""
+    found = reason or _why_not(model)
+    if is_view(model) or found != reason:
+        yield path, model, found
+    for name, child in model.named_children():
+        yield from parts_of(child, f"{path}.{name}".removeprefix("."), found)
+
+
+def _why_not(module: nn.Module) -> str:
+    """Return why no casts in a module are kept, "" if they may be."""
+    if compiled_call(module) is not None:
+        return "is compiled in place, by graphs that cast weights themselves"
+    original = original_of(module)
+    if original is not None and not any(map(is_view, original.modules())):
+        return "is compiled by torch.compile, whose graphs cast weights themselves"
+    if type(module).__name__ in _REPLACE_PARAMETERS:
+        return f"is a {type(module).__name__}, which replaces parameters at each call"
+    inside = runner_of(module).model.modules() if is_view(module) else ()
+    if is_sharded(module) or any(map(is_sharded, inside)):
+        return "is sharded by FSDP2, which gathers weights again for every call"
+    return ""
 
 
 @contextlib.contextmanager
@@ -34,7 +117,7 @@ def frozen(converted: Any) -> Iterator[Any]:
 
     Raises:
         NotAModuleError: `converted` is not a converted module.
-        CaptureError: The module is frozen already, or within a window of a TrainStep.
+        CaptureError: The module is frozen already.
 
     Example:
         >>> with torch.no_grad():
@@ -49,14 +132,8 @@ def frozen(converted: Any) -> Iterator[Any]:
             "weights='low' casts those of a graph for good."
         )
     runner = runner_of(converted)
-    copies = Copies("fxamp.frozen", keeps_edits_out=True)
-    other = runner.opened()
-    if other is not None and other.owner == copies.owner:
-        raise CaptureError(
-            "this module is frozen already, here or by another thread: open one fxamp.frozen region round all calls."
-        )
-    runner.opened.open(copies, type(runner.model).__name__)
-    try:
+    copies = Copies("frozen")
+    with runner.opened.open(copies, type(runner.model).__name__):
         parameters = runner.model.named_parameters(remove_duplicate=False)
         named = {path: p for path, p in parameters if is_plain(p)}
         with torch.no_grad():
@@ -65,8 +142,6 @@ def frozen(converted: Any) -> Iterator[Any]:
                     if path in named:
                         copies.of(named[path], what.dtype)
         yield converted
-    finally:
-        runner.opened.close(copies)
 
 
 def weights_of(graph: Graph) -> Iterator[tuple[str, Lifted]]:

@@ -33,6 +33,7 @@ from .._torch import (
     code_being_captured,
     forget_compiled,
     global_module_hooks,
+    is_gathered,
     is_replica_running,
     leave_padding_to_python,
 )
@@ -152,7 +153,7 @@ class Function:
         if hooks := _global_hooks():
             self.stale = lambda: _global_hooks() != hooks
         more, examples = None, inputs
-        if self.opened is not None:
+        if self.opened is not None and not any(map(is_gathered, model.modules())):
             gm, examples, lifted = lift(gm, inputs, sums_inside=self.settings.backend != "eager")
             more = partial(lifted_inputs, lifted, self.opened) if lifted else None
         started = time.perf_counter()

@@ -188,7 +188,7 @@ class Runner:
         if self._hooks.moved():
             for function in self._functions.values():
                 function.clear()
-        function, graphs = self._function(self.opened() is not None, method, call.model), self.graphs
+        function, graphs = self._function(self.opened.serves(call.model), method, call.model), self.graphs
         before = len(graphs)
         started = time.perf_counter()
         if in_transform() or (graphs.as_written and state_of(call.model, method) in graphs.as_written):
@@ -209,17 +209,17 @@ class Runner:
             self._look(function, call)
         return self._outside_of_graphs(outputs, call)
 
-    def _function(self, in_window: bool, method: str, model: nn.Module) -> Function:
+    def _function(self, reads_copies: bool, method: str, model: nn.Module) -> Function:
         """Return the compiled function for a call; where a change is an error, each state has one of its own."""
         state = state_of(model) if self.settings.on_change == "error" else None
-        key = (in_window, method, state)
+        key = (reads_copies, method, state)
         function = self._functions.get(key)
         if function is None:
             with self._capturing:
                 # Sharded tensors do not take a size that is a symbol.
                 sharded = any(map(is_spread, self.model.parameters()))
                 self._marks = self._marks and not sharded
-                opened = self.opened if in_window else None
+                opened = self.opened if reads_copies else None
                 made = Function(self.model, self.settings, self.graphs, method, opened)
                 function = self._functions.setdefault(key, made)
         function.refresh(model)

@@ -132,6 +132,12 @@ class View:
         require_inner(backend)
         runner_of(self).compile(backend=backend, mode=mode, options=options, fullgraph=fullgraph, dynamic=dynamic)
 
+    def cast_once(self) -> contextlib.AbstractContextManager[Any]:
+        """Cast each weight once between two updates, inside the context that is returned: `fxamp.cast_once`."""
+        from .frozen import cast_once  # which imports this
+
+        return cast_once(self)
+
 
 def is_view(value: object) -> bool:
     """Say whether something is a view."""

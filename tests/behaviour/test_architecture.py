@@ -88,7 +88,7 @@ ARROWS = {
     ),
     "fxamp.pytest_plugin": ".report.gate",
     "fxamp.demo": ".convert .measure .report .report.gate .train .trust.census passes.contract",
-    "fxamp.integrations": ".capture .convert .train .trust.census .view passes.contract passes.ops",
+    "fxamp.integrations": ".capture .convert .errors .train .trust.census .view passes.contract passes.ops",
     "fxamp.lightning": ".integrations",
     "fxamp.huggingface": ".integrations",
     "fxamp.cli": (

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxamp
@@ -37,6 +38,38 @@ class Reads(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += func is torch.ops.aten._local_scalar_dense.default
         return func(*args, **(kwargs or {}))
+
+
+class WeightCasts(TorchDispatchMode):
+    """Counts casts of a model's weights to 16 bits: all of them, and those before each step of an optimizer."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count, self.by_step, self._model = 0, list[int](), model
+
+    def __enter__(self) -> Any:
+        self._hook = register_optimizer_step_post_hook(lambda *_: self.by_step.append(self.count - sum(self.by_step)))
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        self._hook.remove()
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        weights = {p.data_ptr() for p in self._model.parameters()}
+        if func is torch.ops.aten._to_copy.default and out.dtype in (torch.bfloat16, torch.float16):
+            self.count += args[0].data_ptr() in weights
+        if func is torch.ops.aten._foreach_copy_.default:
+            low = [to.dtype != source.dtype for to, source in zip(*args[:2], strict=True)]
+            self.count += sum(
+                source.data_ptr() in weights for source, is_low in zip(args[1], low, strict=True) if is_low
+            )
+        return out
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
 
 
 def converted(policy: str = FP16, kind: Callable[[], nn.Module] = Net) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 
 import fxamp
 from fxamp.demo import LeNet5
+from tests.support.training import WeightCasts
 
 accelerate: Any = pytest.importorskip("accelerate")
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # Accelerate's own
@@ -67,6 +69,24 @@ def test_a_view_trains_as_accelerates_own_bf16_and_the_plan_ran() -> None:
     assert fxamp.census(ours.view, *next(iter(data())), loss=nn.functional.cross_entropy)
     assert Run(None).train() != ours.losses
     assert Run(f"{O1},modules.fc3=fp32").train() != ours.losses
+
+
+def test_one_line_casts_each_weight_once_between_two_updates() -> None:
+    runs = [Run(O1, gradient_accumulation_steps=2) for _ in range(2)]
+    theirs = Run(None, mixed_precision="bf16", gradient_accumulation_steps=2)
+    counts = []
+    for run, once in ((theirs, False), (runs[0], False), (runs[1], True)):
+        with WeightCasts(run.model) as casts, fxamp.cast_once(run.view) if once else contextlib.nullcontext():
+            for x, y in run.batches:
+                with run.accelerator.accumulate(run.model):
+                    loss = nn.functional.cross_entropy(run.model(x).float(), y)
+                    run.accelerator.backward(loss)
+                    run.optimizer.step()
+                    run.optimizer.zero_grad()
+                    run.losses.append(loss.item())
+        counts.append(casts.by_step[1:])
+    assert theirs.losses == runs[0].losses == runs[1].losses
+    assert counts[1:] == [[20, 20], [10, 10]]
 
 
 def test_a_run_goes_on_where_it_was_saved(tmp_path: Path) -> None:

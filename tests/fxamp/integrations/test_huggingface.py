@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import re
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 import fxamp
 from passes.contract.errors import FxampError, PolicyError
 from reports.architectures import BY_NAME
-from tests.support.helpers import Layers
+from tests.support.helpers import Layers, in_turns
+from tests.support.training import WeightCasts
 
 accelerate: Any = pytest.importorskip("accelerate")
 transformers: Any = pytest.importorskip("transformers")
@@ -86,6 +88,46 @@ def test_a_view_trains_as_the_trainers_own_bf16_and_the_plan_ran(
     changed.train()
     assert losses(changed) != losses(run)
     assert len(fxamp.graphs(view)) == len(fxamp.graphs(changed.model)), "the census captures nothing"
+
+
+@pytest.mark.parametrize(("optim", "accumulate"), in_turns(["adamw_torch_fused", "adamw_torch", "sgd"], [4, 1]))
+def test_each_weight_is_cast_once_between_two_updates(tmp_path: Path, optim: str, accumulate: int) -> None:
+    found, counts = [], []
+    for once in (None, True, False):
+        model = gpt()
+        callbacks = [] if once is None else [fxamp.huggingface.FxampCallback(census=False, cast_once=once)]
+        run = trainer(
+            model if once is None else fxamp.convert(model, policy=O1), tmp_path, *callbacks, bf16=once is None,
+            optim=optim, gradient_accumulation_steps=accumulate, max_steps=5,
+        )  # fmt: skip
+        with WeightCasts(model) as casts:
+            run.train()
+        found.append(losses(run))
+        counts.append(casts.by_step[1:])
+    assert found[1] == found[0]
+    assert found[2] == found[0]
+    low = 9  # weight and bias of four products, and the embedding, which is the head
+    assert counts[1:] == [[low] * 4, [accumulate * low] * 4]
+
+
+def test_a_census_that_fails_ends_no_training(caplog: pytest.LogCaptureFixture) -> None:
+    def scaled(self: Any, x: Tensor, scale: Tensor) -> Tensor:
+        out: Tensor = self.layer(x) * scale
+        return out
+
+    view = fxamp.convert(Layers(scaled, layer=nn.Linear(8, 4)), policy=O1)
+    state = types.SimpleNamespace(log_history=[], epoch=0, global_step=1)
+    for breaks in (False, True):
+        callback = fxamp.huggingface.FxampCallback()
+        callback.on_train_begin(types.SimpleNamespace(bf16=False, fp16=False), state, None, model=view)
+        view(torch.randn(2, 8), scale=torch.tensor(2.0)).sum().backward()  # by place and by name
+        if breaks:
+            view.layer = nn.Linear(7, 4)
+        callback.on_step_end(None, state, None, model=view)
+        callback.on_train_end(None, state, None)
+        assert ("there is no census of the first batch" in caplog.text) is breaks
+    assert state.log_history[0]["fxamp/as_planned"] == 1
+    assert "fxamp/as_planned" not in state.log_history[1]
 
 
 def test_bf16_beside_a_view_changes_no_loss(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import functools
 import logging
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import fxamp
 from passes.contract.errors import CaptureError, FxampError, PolicyError
+from tests.support.training import WeightCasts
 
 lightning: Any = pytest.importorskip("lightning")
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # Lightning's own
@@ -133,6 +135,41 @@ def test_a_fit_is_the_trainers_own_step_for_step_and_the_plan_ran() -> None:
     assert changed.losses != ours.losses
     colours = {d.colour for d in fxamp.plan_of(changed.head).decisions if d.op == "linear"}
     assert colours == {"float32"}
+
+
+class Adapted(Digits):
+    """With another optimizer."""
+
+    made: Any = None
+
+    def configure_optimizers(self) -> Any:
+        return self.made(self.parameters(), 1e-2)
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("fused", [True, False])
+def test_each_weight_is_cast_once_between_two_updates(accumulate: int, fused: bool) -> None:
+    made = functools.partial(torch.optim.AdamW, fused=fused)
+    runs, counts = [], []
+    for plugin in (None, *(fxamp.lightning.FxampPrecision(O1, cast_once=once) for once in (True, False))):
+        torch.manual_seed(0)
+        module = Adapted()
+        module.made = made
+        run = trainer(
+            *([] if plugin is None else [plugin]), accumulate_grad_batches=accumulate, max_epochs=4, max_steps=4,
+            limit_train_batches=4,
+            **({"precision": "bf16-mixed"} if plugin is None else {}),
+        )  # fmt: skip
+        with WeightCasts(module) as casts:
+            run.fit(module, loader())
+        runs.append(module)
+        counts.append(casts.by_step[1:])
+    assert_equal(runs[1], runs[0])
+    assert_equal(runs[2], runs[0])
+    low = 12  # weight and bias of two layers in each body, and of two more
+    assert len(counts[1]) == 3
+    assert counts[1] == [low] * 3
+    assert counts[2] == [accumulate * low] * 3
 
 
 def test_off_is_fp32() -> None:
@@ -264,6 +301,34 @@ def test_fabric_trains_as_with_its_own_precision_and_the_plan_ran() -> None:
     for _ in range(2):
         plugin.convert_module(nn.Linear(2, 2))
     assert list(plugin.views) == ["", "Linear", "Linear 2"], "Fabric sets up several modules"
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_fabric_casts_each_weight_once_between_two_updates(fused: bool) -> None:
+    losses, counts = list[list[float]](), list[list[int]]()
+    for plugin in (None, *(fxamp.lightning.FxampPrecision(O1, cast_once=once) for once in (True, False))):
+        torch.manual_seed(0)
+        run = lightning.Fabric(
+            accelerator="cpu",
+            devices=1,
+            plugins=[plugin] if plugin else None,
+            precision=None if plugin else "bf16-mixed",
+        )
+        model = nn.Sequential(nn.Linear(8, 8), Body(), nn.Linear(8, 4))
+        module, optimizer = run.setup(model, torch.optim.AdamW(model.parameters(), 1e-2, fused=fused))
+        batches = [*run.setup_dataloaders(loader())][:4]
+        losses.append([])
+        with WeightCasts(model) as casts:
+            for _ in range(3):
+                for x, y in batches:
+                    loss = F.cross_entropy(module(x), y)
+                    run.backward(loss)
+                    losses[-1].append(loss.item())
+                optimizer.step()
+                optimizer.zero_grad()
+        counts.append(casts.by_step[1:])
+    assert losses[0] == losses[1] == losses[2]
+    assert counts[1:] == [[8, 8], [32, 32]]
 
 
 def test_fabric_rounds_the_inputs_of_a_module_and_the_plugin_does_not() -> None:
