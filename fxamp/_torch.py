@@ -77,9 +77,21 @@ def code_being_captured() -> CodeType:
     return codes_in_trace()[0]
 
 
-def forget_compiled(code: CodeType) -> None:
-    """Drop what Dynamo compiled for a code object, and that it gave it up: torch keeps both as long as the process."""
-    torch._dynamo.eval_frame.remove_from_cache(code)
+def forget_compiled(code: CodeType, backend: Callable[..., Any]) -> None:
+    """Drop what Dynamo compiled by one backend for a code object; torch keeps it as long as the process.
+
+    What others compiled for the code stays, of the user's too: it is shared by all models of a class.
+    """
+    entries = torch._dynamo.eval_frame._debug_get_cache_entry_list(code)
+    others = [e for e in entries if e.backend is not backend and e.guard_manager.extra_state is not None]
+    if not others:
+        torch._dynamo.eval_frame.remove_from_cache(code)
+        return
+    for entry in entries:
+        manager = entry.guard_manager
+        if entry.backend is backend and manager.extra_state is not None:
+            gone = torch._dynamo.guards.DeletedGuardManagerWrapper("fxamp has forgotten it")
+            manager.extra_state.invalidate(entry, gone)
 
 
 def dynamo_stance() -> str:

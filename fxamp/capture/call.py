@@ -31,6 +31,8 @@ class Call:
         read: the low values with gradients, by identity, that something else was computed from behind them.
         own: what graphs made low, by identity, and whether it is low without autocast too.
         made: what the graphs that ran have given, where one is not the whole of the call.
+        low: casts of weights that several graphs read, or one repeatedly, each with what the weight was then.
+        lock: what keeps other threads from their first call, until one graph has run.
         modes: dispatch modes that are off while Dynamo captures, and on while graphs run.
     """
 
@@ -49,7 +51,19 @@ class Call:
     read: dict[int, torch.Tensor] = field(default_factory=dict)
     own: dict[int, tuple[torch.Tensor, bool]] = field(default_factory=dict)
     made: list[weakref.ref[Any]] = field(default_factory=list)
+    low: dict[Any, tuple[torch.Tensor, Any]] = field(default_factory=dict)
     modes: list[Any] = field(default_factory=list)
+    lock: Any = None
+
+    def unlock(self) -> None:
+        """Let other threads make their first call: what they would capture again is captured, or never will be."""
+        if self.lock is not None:
+            self.lock.release()
+            self.lock = None
+
+    def forget_casts_of(self, weight: torch.Tensor) -> None:
+        """Have a weight that a graph has written be cast again; no version shows a write through `.data`."""
+        self.low = {key: value for key, value in self.low.items() if key[0] != id(weight)}
 
 
 _CALLS = threading.local()

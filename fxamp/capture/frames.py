@@ -20,7 +20,7 @@ import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -87,6 +87,8 @@ class Frames:
         self._model, self._settings, self._fullgraph = model, settings, fullgraph
         self._graphs: Counter[CodeType] = Counter()
         self._failing: set[CodeType] = set()  # refused since an op failed, which other inputs may mend
+        for code in _codes_of(model):  # another compilation may have left it to Python, which C code does unasked then
+            torch._C._dynamo.eval_frame.set_code_exec_strategy(code, _asked_about())
         context: Any = torch._dynamo.optimize(backend, dynamic=dynamic, nopython=fullgraph, **OWN_CACHE)
         if hasattr(context, "callback"):  # none where torch is told to do without Dynamo
             self._torchdynamo_orig_backend = self._inner = context.callback
@@ -138,8 +140,9 @@ class Frames:
                     return made
             else:
                 self._refuse(code, f"its recompile limit: {CEILING} graphs of it were captured")
-        if call is not None and self.refused[code]:
-            call.refused.append(self.refused[code])
+        if call is not None:
+            call.unlock()
+            call.refused += filter(None, (self.refused[code],))
         if code in self._failing:
             self._failing.discard(code)
             del self.refused[code]
@@ -234,6 +237,21 @@ class Frames:
         layers = (m for m in self._model.modules() if m._parameters or not m._modules)
         codes = (getattr(forward_of(type(layer)), "__code__", None) for layer in layers)
         return frozenset(code for code in codes if code is not None)
+
+
+def _asked_about() -> Any:
+    """Return Dynamo's strategy for code about which it calls back."""
+    types: Any = torch._dynamo.types
+    return types.FrameExecStrategy(types.FrameAction.DEFAULT, types.FrameAction.DEFAULT)
+
+
+def _codes_of(model: nn.Module) -> set[CodeType]:
+    """Return the code of the methods of a model's classes that the author has not kept from Dynamo; torch's aside."""
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    authors = (kind for kind in kinds if not kind.__module__.startswith("torch."))
+    methods = (method for kind in authors for method in vars(kind).values() if isinstance(method, FunctionType))
+    found = {method.__code__ for method in methods if not hasattr(method, "_torchdynamo_disable")}
+    return {code for code in found if not torch._dynamo.trace_rules.check(code)}
 
 
 @contextlib.contextmanager

@@ -113,6 +113,7 @@ class Graph:
         number: its place among the graphs of its model, in the order of capture.
         seconds: how long the inner backend took.
         kept: what its compiler keeps for backward; None if it runs as it was emitted.
+        written: the places of the parameters that it writes, where it is one of several graphs of a call.
     """
 
     emitted: GraphModule
@@ -128,6 +129,7 @@ class Graph:
     number: int = 0
     seconds: float = 0.0
     kept: Any = None
+    written: tuple[int, ...] = ()
 
     def under(self, costs: CostModel | None) -> Plan:
         """Return what is decided under other costs; None for the plan that is carried out."""

@@ -32,7 +32,7 @@ from passes.ops.rules import row_of
 from passes.runtime.regions import under_autocast
 
 from .._torch import kept_by_compiled, pop_mode, push_mode, storage_id
-from ..observe.watch import Compile, observed
+from ..observe.watch import Compile, observed, watching
 from .call import Call, current
 from .graph import Graph
 from .graphs import Graphs, compiled_in_place
@@ -119,6 +119,7 @@ class GraphCall:
         call = current()
         if call is None:
             return self._ran(args)
+        call.unlock()
         if call.does == "first graph" or (call.does == "capture" and self._whole and call.outer is None):
             raise Captured
         if call.does == "compare":
@@ -130,6 +131,8 @@ class GraphCall:
             run = self._in_fp32 if elsewhere else self._ran
             with _modes_of(call) if call.modes else _NO_MODES:
                 outputs = run(args)
+            for at in self.graph.written:
+                call.forget_casts_of(args[at])
         if not self._whole or call.does == "compare":
             call.made += (weakref.ref(value) for value in outputs if isinstance(value, Tensor))
         if self._crossing is not None:
@@ -138,7 +141,7 @@ class GraphCall:
 
     def _ran(self, args: tuple[Any, ...]) -> Any:
         """Run what was emitted, and look at what came out."""
-        given = args if self._more is None else (*args, *self._more(args))
+        given = args if self._more is None else (*args, *self._further(args))
         try:
             outputs = observed(self.graph, self._gm, self._by, self._run, given, self._compile)
         except Exception as e:
@@ -149,6 +152,12 @@ class GraphCall:
         if self.graph.kept is not None:
             self.graph.kept(args, outputs)
         return outputs
+
+    def _further(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        assert self._more is not None
+        watch = watching()
+        with _NO_MODES if watch is None else watch.of_copies():
+            return tuple(self._more(args))
 
     def _as_captured(self, args: tuple[Any, ...]) -> Any:
         """Run what was captured, as the model runs, without autocast's cache."""

@@ -268,6 +268,15 @@ class Watch(TorchDispatchMode):
         finally:
             self._view = before
 
+    @contextlib.contextmanager
+    def of_copies(self) -> Iterator[None]:
+        """Say that weights are cast inside, for graphs to read."""
+        before, self._place = self._place, Place("own", inside=self._view is not None)
+        try:
+            yield
+        finally:
+            self._place = before
+
     def run(
         self, known: Any, graph: GraphModule, by: str, run: Callable[..., Any], args: tuple[Any, ...],
         compile: Compile | None = None,

@@ -151,7 +151,7 @@ def _called(runner: Runner, twin: nn.Module, args: Any, kwargs: Any, compiled: b
         with torch.autocast(runner.graphs.device, enabled=False) if exact else runner.graphs.region(cache=False):
             return run(twin, *args, **kwargs)
     finally:
-        forget_compiled(forward.__code__)
+        forget_compiled(forward.__code__, eager)
 
 
 Gradients = dict[str, Tensor | None]

@@ -26,6 +26,7 @@ from passes._torch import SET_GRAD, FakeTensor
 from passes.contract.errors import CaptureError
 from passes.graph.aliases import Aliases, mutated_operands
 from passes.graph.notes import is_inserted
+from passes.graph.outputs import viewed
 from passes.runtime.casts import cast_weight
 
 from .._torch import (
@@ -36,6 +37,7 @@ from .._torch import (
     of_fixed_sizes,
     run_as_soon_as_ready,
 )
+from ..capture.call import current
 
 logger = logging.getLogger("fxamp")
 
@@ -302,13 +304,15 @@ class Opened:
 class Lifted(NamedTuple):
     """A cast of a parameter that is an input of the graph: which input the parameter is, and as `Copies.of` has it.
 
-    `grad` says that the graph reads it where gradients are on.
+    `grad` says that the graph reads it where gradients are on, and `shared` that autocast has it in its cache: what it
+    casts of a view of a parameter it does not.
     """
 
     place: int
     dtype: torch.dtype
     flagged: bool
     grad: bool
+    shared: bool
 
 
 def weight_casts(graph: Graph, kept: Mapping[int, Any], *, sums_inside: bool = False) -> Iterator[tuple[Node, Lifted]]:
@@ -330,7 +334,8 @@ def weight_casts(graph: Graph, kept: Mapping[int, Any], *, sums_inside: bool = F
         leaves = any(user.op == "output" or node in mutated_operands(user) for user in node.users)
         if not leaves and len(others) < 2 and not aliases.epoch(master, node):
             dtype: Any = node.args[1]
-            yield node, Lifted(at[master], dtype, node.target is cast_weight, node in on)
+            shared = all(viewed(user) is None for user in node.users)
+            yield node, Lifted(at[master], dtype, node.target is cast_weight, node in on, shared)
 
 
 def _with_gradients(graph: Graph) -> set[Node]:
@@ -387,10 +392,23 @@ def with_copies(
 def lifted_inputs(
     lifted: Sequence[Lifted], opened: Callable[[], Copies | None], args: Sequence[Any]
 ) -> Iterator[Tensor]:
-    """Yield the casts that were lifted out of a graph, for the inputs of a call of it."""
-    copies = opened()
+    """Yield the casts that were lifted out of a graph, for the inputs of a call of it.
+
+    In one call of a view, whatever graph reads a weight, and however often, reads one cast, as from autocast's cache:
+    its gradients are summed there, in 16 bits. A weight that is written meanwhile is cast again.
+    """
+    copies, call = opened(), current()
     low = cast if copies is None else copies.of
-    return (low(args[place], dtype, flagged, grad) for place, dtype, flagged, grad in lifted)
+    known: dict[Any, tuple[Tensor, Any]] = {} if call is None else call.low
+    for place, dtype, flagged, grad, shared in lifted:
+        master = args[place]
+        key, recorded = (id(master), dtype), grad and torch.is_grad_enabled() and master.requires_grad
+        made, state = known.get(key, (master, None))
+        if not shared or state != _state(master) or (recorded and not made.requires_grad):
+            made = low(master, dtype, flagged, grad)
+            if shared:
+                known[key] = made, _state(master)
+        yield made
 
 
 def cast(master: Tensor, dtype: torch.dtype, flagged: bool, grad: bool = True) -> Tensor:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from passes._torch import enter_autocast, exit_autocast, pytree
+from passes.graph.aliases import Aliases
 
 from .._torch import (
     answer_whether_exporting,
@@ -40,7 +41,7 @@ from .._torch import (
 from ..capture.backend import compile_by, inner_of, rewrite
 from ..capture.call import current
 from ..capture.frames import Frames, forward_of
-from ..capture.graph import break_of
+from ..capture.graph import Graph, break_of
 from ..capture.graphs import Graphs
 from ..capture.outputs import holds_low, is_whole, leaving, meets_low
 from ..capture.parameters import low_parameters, lowered_by_forward
@@ -109,7 +110,8 @@ class Function:
             function, fxamp, model, traces_by, asks=asks, dynamic=dynamic, fullgraph=settings.fullgraph
         )
         self.call = self.frames.call
-        weakref.finalize(self, _let_go, self._code, self._calls)
+        self._backend = fxamp
+        weakref.finalize(self, _let_go, self.codes, fxamp, self._calls)
 
     def refresh(self, model: nn.Module) -> None:
         """Forget what holds no longer; somebody may also have replaced the method of the model's class."""
@@ -121,7 +123,7 @@ class Function:
     def clear(self) -> None:
         """Forget what was compiled, and that Dynamo gave the code up; the plan stays readable."""
         for code in self.codes:
-            forget_compiled(code)
+            forget_compiled(code, self._backend)
         self.frames.forget()
         self.stale, self.called = None, False
 
@@ -153,9 +155,13 @@ class Function:
         if hooks := _global_hooks():
             self.stale = lambda: _global_hooks() != hooks
         more, examples = None, inputs
-        if self.opened is not None and not any(map(is_gathered, model.modules())):
-            gm, examples, lifted = lift(gm, inputs, sums_inside=self.settings.backend != "eager")
-            more = partial(lifted_inputs, lifted, self.opened) if lifted else None
+        uncompiled = self.settings.backend == "eager"
+        # Of a call in several graphs one cast of a weight serves all of them; what is compiled casts in its kernels.
+        several = uncompiled and not whole and graphs.policy.level.rounds
+        if (self.opened is not None or several) and not any(map(is_gathered, model.modules())):
+            gm, examples, lifted = lift(gm, inputs, sums_inside=not uncompiled)
+            more = partial(lifted_inputs, lifted, self.opened or _none) if lifted else None
+            graph = replace(graph, written=_parameters_written(graph))
         started = time.perf_counter()
         by, run, again = self._inner(gm, examples)
         graph = replace(graph, seconds=time.perf_counter() - started, kept=None if by == "eager" else Kept(by))
@@ -197,9 +203,20 @@ class Function:
             return "eager", *compile_by("eager", None, {}, gm, inputs)
 
 
-def _let_go(code: types.CodeType, calls: Iterable[GraphCall]) -> None:
-    """Have torch let go of the graphs of code that is gone; of code that is not, it keeps what calls them."""
-    forget_compiled(code)
+def _parameters_written(graph: Graph) -> tuple[int, ...]:
+    """Return the places of the parameters that a graph writes."""
+    aliases, inputs = Aliases(graph.emitted.graph), graph.emitted.graph.find_nodes(op="placeholder")
+    return tuple(at for at in graph.places if aliases.is_mutated(inputs[at]))
+
+
+def _none() -> None:
+    """Return the copies of weights that are open: none."""
+
+
+def _let_go(codes: Iterable[types.CodeType], backend: Callable[..., Any], calls: Iterable[GraphCall]) -> None:
+    """Have torch let go of the graphs of a view that is gone."""
+    for code in codes:
+        forget_compiled(code, backend)
     for call in calls:
         call.release()
 
@@ -228,6 +245,7 @@ def _idle(run: Callable[..., Any], broke: str) -> Callable[..., Any]:
 
     def call(*args: Any) -> Any:
         if (under_way := current()) is not None:
+            under_way.unlock()
             under_way.idle.append(broke)
         return run(*args)
 

@@ -26,6 +26,7 @@ from passes.contract.errors import CaptureError
 from passes.contract.plan import Plan, joined
 from passes.contract.policy import Policy
 from passes.contract.reasons import Code
+from passes.graph.aliases import Aliases
 from passes.graph.notes import is_inserted
 from passes.runtime.tracing import RuntimeTracer
 
@@ -147,21 +148,27 @@ def plan_of(runner: Runner, costs: CostModel | None = None) -> Plan:
 
 
 def _read_across(policy: Policy, graphs: Sequence[Placed]) -> list[str]:
-    """Name the weights that graphs on both sides of a break cast each for itself; autocast's cache has one copy."""
+    """Name the weights of which graphs on both sides of a break read casts of their own; autocast's cache has one.
+
+    They do where the graphs are compiled, and where one of them writes the weight.
+    """
     if not policy.level.is_autocasts:
         return []
     breaks: dict[str, set[str]] = {}
+    apart: set[str] = set()
     for _, prefix, graph in (placed for placed in graphs if placed.graph.state.grad == "grad"):
         inputs = graph.emitted.graph.find_nodes(op="placeholder")
-        for name in (name for at, name in graph.names.items() if any(map(is_inserted, inputs[at].users))):
-            breaks.setdefault(prefix + name, set()).add(graph.broke)
-    several = [name for name, ends in breaks.items() if len(ends) > 1]
-    if not several:
-        return []
-    others = f" and {len(several) - 1} more" if several[1:] else ""
+        written = Aliases(graph.emitted.graph)
+        for at, name in graph.names.items():
+            if graph.kept is not None or written.is_mutated(inputs[at]):
+                apart.add(prefix + name)
+            if any(map(is_inserted, inputs[at].users)):
+                breaks.setdefault(prefix + name, set()).add(graph.broke)
+    several = [name for name, ends in breaks.items() if len(ends) > 1 and name in apart]
     return [
-        f"{Code.SUM_ORDER.value}: graphs on both sides of a break read {several[0]}{others}, and each casts its own "
-        "copy: their gradients are summed in FP32, where torch.autocast sums them in 16 bits"
+        f"{Code.SUM_ORDER.value}: graphs on both sides of a break read {name}, and each casts its own copy: their "
+        "gradients are summed in FP32, where torch.autocast sums them in 16 bits"
+        for name in several
     ]
 
 

@@ -8,7 +8,7 @@ it is looked whether they still are.
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -23,28 +23,31 @@ class HookWatch:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._look()
+        self._tables: list[Mapping[Any, Any]] = []
+        self._present: list[tuple[Mapping[Any, Any], Any]] = []
+        self._everywhere: set[int] = set()
+        self._number = -1
+        self.look()
 
     def moved(self) -> bool:
         """Say whether hooks were added or removed since the last look."""
-        if number_of_hooks() == self._number:
+        number = number_of_hooks()
+        if number == self._number:
             gone = any(key not in table for table, key in self._present)
-            gone = gone or (bool(self._everywhere) and self._everywhere != _everywhere())
-            if gone:
-                self._look()
-            return gone
-        before, everywhere = self._hooks, self._everywhere
-        self._look()
-        return self._hooks != before or self._everywhere != everywhere
+        else:  # somewhere: a hook on a tensor at each step is not to cost a walk over the model
+            self._number = number
+            gone = self._present != [(table, key) for table in filter(None, self._tables) for key in table]
+        moved = gone or (self._everywhere != _everywhere())
+        if moved:
+            self.look()
+        return moved
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Note the hooks of the model, and its modules, as they are now."""
         self._number, self._everywhere = number_of_hooks(), _everywhere()
-        self._hooks, self._present = set[Hashable](), list[tuple[Container[Any], Any]]()
-        for module in self._model.modules():
-            for name in _TABLES:
-                if table := module.__dict__.get(name):
-                    self._present += ((table, key) for key in table)
-                    self._hooks.update((id(module), name, key) for key in table)
+        tables = (module.__dict__.get(name) for module in self._model.modules() for name in _TABLES)
+        self._tables = [table for table in tables if table is not None]
+        self._present = [(table, key) for table in filter(None, self._tables) for key in table]
 
 
 def _everywhere() -> set[int]:

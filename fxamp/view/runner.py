@@ -201,6 +201,7 @@ class Runner:
                 outputs = self._traced(function, call)
             function.called = True
         if len(graphs) > before:
+            self._hooks.look()
             self._announce(before, time.perf_counter() - started)
         for reason in dict.fromkeys(map(_shortened, call.again if call.does == "run" else ())):
             self._say_again(reason)
@@ -229,7 +230,7 @@ class Runner:
         """Return the contexts of a call, which take off what would keep Dynamo away, or make it capture again."""
         around: list[Any] = []
         if not function.called:
-            around.append(self._capturing)  # one thread makes the first call: others would capture the same again
+            around.append(self._alone(call))
         if self.graphs.policy.device != self.graphs.device:
             around.append(self._planned_autocast())
         modes = dispatch_modes()
@@ -240,6 +241,16 @@ class Runner:
         if call.modes:
             around += [without_modes(), without_module_trackers(), *filter(ignores_compilers, modes)]
         return around
+
+    @contextlib.contextmanager
+    def _alone(self, call: Call) -> Iterator[None]:
+        """Make a first call alone until a graph runs: other threads would capture the same again."""
+        self._capturing.acquire()
+        call.lock = self._capturing
+        try:
+            yield
+        finally:
+            call.unlock()
 
     @contextlib.contextmanager
     def _planned_autocast(self) -> Iterator[None]:
