@@ -14,7 +14,7 @@ import inspect
 import logging
 import operator
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import CodeType
@@ -243,6 +243,15 @@ def storage_id(tensor: torch.Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):  # of a wrapper, as those of torch.func are
         return id(tensor)
+
+
+def let_go_of_inputs(fakes: Iterable[object]) -> None:
+    """Have the mode of some fake tensors forget, by weak references, which tensors it has made fakes of.
+
+    A graph keeps its fakes, and torch swaps no tensor (`swap_tensors`) to which anybody has a weak reference.
+    """
+    for mode in {fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor)}:
+        mode.fake_tensor_converter.meta_converter.describer.lookup_tensor.clear()
 
 
 def copied_on_write(tensor: torch.Tensor) -> torch.Tensor:

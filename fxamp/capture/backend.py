@@ -98,7 +98,7 @@ class Backend:
         graph, inner = rewrite(gm, example_inputs, self.policy, eager=self.backend == "eager"), self.backend
         inner = inner_of(gm.graph, inner)
         graph = replace(graph, kept=None if inner == "eager" else Kept(inner))
-        graph = compiled_in_place(graph, scope()).add(graph)
+        graph = compiled_in_place(example_inputs, scope()).add(graph)
         run, again = compile_by(inner, self.mode, dict(self.options), gm, example_inputs)
         return GraphCall(graph, gm, run, again, example_inputs, graph.plan.policy.device or "cpu")
 

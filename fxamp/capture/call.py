@@ -33,6 +33,7 @@ class Call:
         made: what the graphs that ran have given, where one is not the whole of the call.
         low: casts of weights that several graphs read, or one repeatedly, each with what the weight was then.
         lock: what keeps other threads from their first call, until one graph has run.
+        marked: the inputs of which dimension 0 was marked, to be a symbol.
         modes: dispatch modes that are off while Dynamo captures, and on while graphs run.
     """
 
@@ -54,6 +55,7 @@ class Call:
     low: dict[Any, tuple[torch.Tensor, Any]] = field(default_factory=dict)
     modes: list[Any] = field(default_factory=list)
     lock: Any = None
+    marked: list[torch.Tensor] = field(default_factory=list)
 
     def unlock(self) -> None:
         """Let other threads make their first call: what they would capture again is captured, or never will be."""

@@ -31,7 +31,15 @@ from passes._torch import pytree
 from passes.contract.errors import CaptureError
 from passes.graph.values import no_autocast
 
-from .._torch import OWN_CACHE, compile_records, dynamo_errors, dynamo_is_disabled, dynamo_settings, storage_id
+from .._torch import (
+    OWN_CACHE,
+    compile_records,
+    dynamo_errors,
+    dynamo_is_disabled,
+    dynamo_settings,
+    storage_id,
+    unmark_batch,
+)
 from ..errors import in_short
 from ..observe.tensors import held
 from .call import Call, current
@@ -70,6 +78,7 @@ class Frames:
             not asked for, fails, or ends at a break, which `unknown` says.
         outside: the codes behind breaks at which Python computes something, each with the place of the break.
         news: what of `outside` no call has said yet.
+        fixes_sizes: some code is traced with fixed sizes alone, so no size of the inputs is to be a symbol.
     """
 
     def __init__(
@@ -84,7 +93,8 @@ class Frames:
         self.outside: dict[CodeType, str] = {}
         self.news: list[str] = []
         self._code: Any = getattr(function, "__code__", None)
-        self._model, self._settings, self._fullgraph = model, settings, fullgraph
+        self._model, self._settings, self._fullgraph, self._dynamic = model, settings, fullgraph, dynamic
+        self.fixes_sizes = False
         self._graphs: Counter[CodeType] = Counter()
         self._failing: set[CodeType] = set()  # refused since an op failed, which other inputs may mend
         for code in _codes_of(model):  # another compilation may have left it to Python, which C code does unasked then
@@ -189,34 +199,53 @@ class Frames:
 
     def _answer(self, frame: Any, entry: Any, state: Any) -> Any:
         errors, settings = dynamo_errors(), {**_LIMITS, **self._settings()}
+        untraceable = errors.InternalTorchDynamoError, errors.TorchRuntimeError, errors.Unsupported, RecursionError
         try:
+            return self._traced(frame, entry, state, settings)
+        except untraceable as e:
+            call, failure = current(), e
+        if self._dynamic is None and call is not None:
+            # It may be traced with the sizes of this call, and not with symbols for them.
+            for value in call.marked:
+                unmark_batch(value)
+            fixed = {"automatic_dynamic_shapes": False, "assume_static_by_default": True}
             try:
-                with _tracing(settings):
-                    if frame.f_code is self._code and self._asks():
-                        self._ask(lambda: self._inner(frame, entry, state))
-                    return self._inner(frame, entry, state)
-            except errors.RecompileError as e:
-                if not _is_of_data(str(e)):
-                    raise
-            with _tracing({**settings, "error_on_recompile": False}):
-                return self._inner(frame, entry, state)
-        except (errors.InternalTorchDynamoError, errors.TorchRuntimeError, errors.Unsupported, RecursionError) as e:
-            call = current()
-            if self._fullgraph or call is None:
-                raise
-            failed = isinstance(e, errors.TorchRuntimeError)
-            if call.ran and failed:
-                raise
-            place = _place(frame.f_code)
-            if call.ran and isinstance(e, errors.InternalTorchDynamoError):
-                raise CaptureError(f"Dynamo cannot trace {place}, behind a graph break: {in_short(e)}") from e
-            if frame.f_code is self._code:  # which computes nothing; Dynamo asks about the code that it calls
-                self.refused[self._code] = ""
+                made = self._traced(frame, entry, state, {**settings, **fixed})
+            except untraceable as e:
+                failure = e
             else:
-                self._refuse(frame.f_code, f"Dynamo cannot trace it: {in_short(e)}")
-            if failed:
-                self._failing.add(frame.f_code)
-            return _left_to_python()
+                self.fixes_sizes = self.fixes_sizes or made.guarded_code is not None
+                return made
+        return self._answer_to(failure, frame.f_code, call)
+
+    def _traced(self, frame: Any, entry: Any, state: Any, settings: dict[str, Any]) -> Any:
+        try:
+            with _tracing(settings):
+                if frame.f_code is self._code and self._asks():
+                    self._ask(lambda: self._inner(frame, entry, state))
+                return self._inner(frame, entry, state)
+        except dynamo_errors().RecompileError as e:
+            if not _is_of_data(str(e)):
+                raise
+        with _tracing({**settings, "error_on_recompile": False}):
+            return self._inner(frame, entry, state)
+
+    def _answer_to(self, failure: Exception, code: CodeType, call: Call | None) -> Any:
+        """Leave a frame to Python that cannot be traced, or raise why not: an op has failed behind a break, for one."""
+        errors = dynamo_errors()
+        failed = isinstance(failure, errors.TorchRuntimeError)
+        if self._fullgraph or call is None or (call.ran and failed):
+            raise failure
+        if call.ran and isinstance(failure, errors.InternalTorchDynamoError):
+            what = f"Dynamo cannot trace {_place(code)}, behind a graph break: {in_short(failure)}"
+            raise CaptureError(what) from failure
+        if code is self._code:  # which computes nothing; Dynamo asks about the code that it calls
+            self.refused[code] = ""
+        else:
+            self._refuse(code, f"Dynamo cannot trace it: {in_short(failure)}")
+        if failed:
+            self._failing.add(code)
+        return _left_to_python()
 
     def _refuse(self, code: CodeType, cause: str) -> None:
         author = getattr(forward_of(type(self._model)), "__code__", code) if code is self._code else code

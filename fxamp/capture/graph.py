@@ -11,7 +11,6 @@ import functools
 import itertools
 import os
 import re
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -51,13 +50,14 @@ class Input:
             what crossed a graph break; a "size"; or a "number" that Dynamo made a tensor of.
         path: of what the model holds: from the compiled module, else from the one whose code was captured.
         value: a number of the model.
-        parameter: refers to the parameter; None where torch has put a stand-in there.
+        parameter: the identity of the parameter, of which torch refuses to swap one with a weak reference to it; None
+            where torch has put a stand-in there.
     """
 
     kind: Kind
     path: str = ""
     value: Tensor | None = None
-    parameter: weakref.ref[Any] | None = None
+    parameter: int | None = None
 
 
 @dataclass(frozen=True)
@@ -149,9 +149,8 @@ class Graph:
 
     @property
     def paths(self) -> dict[int, str]:
-        """The paths of the parameters that are still there, by identity."""
-        known = ((given.parameter and given.parameter(), given.path) for given in self.inputs)
-        return {id(p): path for p, path in known if p is not None}
+        """The paths of the parameters, by identity."""
+        return {given.parameter: given.path for given in self.inputs if given.parameter is not None}
 
     @functools.cached_property
     def code(self) -> Any:
@@ -183,9 +182,7 @@ class Graph:
         parameters = dict(model.named_parameters(remove_duplicate=False))
         known = (parameters.get(one.path) if one.parameter is not None else None for one in self.inputs)
         pairs = zip(self.inputs, known, strict=True)
-        return replace(
-            self, inputs=tuple(one if p is None else replace(one, parameter=weakref.ref(p)) for one, p in pairs)
-        )
+        return replace(self, inputs=tuple(one if p is None else replace(one, parameter=id(p)) for one, p in pairs))
 
     def at(self, values: Sequence[Any], names: Mapping[int, str]) -> Graph:
         """Return the graph for the parameters that another call reads by it, with their paths where these are known.
@@ -196,7 +193,7 @@ class Graph:
         known = any(given.parameter is not None for given in self.inputs)
         moved = [
             replace(one, path=names.get(id(v), one.path if known or one.kind != "parameter" else ""),
-                    parameter=weakref.ref(v) if one.kind == "parameter" else None)
+                    parameter=id(v) if one.kind == "parameter" else None)
             for one, v in zip(self.inputs, values, strict=True)
         ]  # fmt: skip
         if not known:
@@ -224,7 +221,7 @@ def inputs_of(gm: GraphModule, values: Sequence[Any], names: Mapping[int, str]) 
 def _input_of(node: Node, value: Any, names: Mapping[int, str]) -> Input:
     if isinstance(value, nn.Parameter):
         path = names.get(id(value)) or parameter_path(node)
-        return Input("parameter", path, parameter=None if isinstance(value, FakeTensor) else weakref.ref(value))
+        return Input("parameter", path, parameter=None if isinstance(value, FakeTensor) else id(value))
     if not isinstance(value, Tensor):
         return Input("size")
     if is_number_input(node):
@@ -239,6 +236,10 @@ def copied(gm: GraphModule, kind: type[GraphModule] = GraphModule) -> GraphModul
     graph = FxGraph(tracer_cls=RuntimeTracer)
     graph.output(graph.graph_copy(gm.graph, {}))
     graph.set_codegen(copy.copy(codegen_of(gm.graph)))
+    for node in graph.find_nodes(op="placeholder"):
+        if (given := node.meta.get("grapharg")) is not None:  # has a weak reference to what Dynamo was given
+            node.meta["grapharg"] = copy.copy(given)
+            node.meta["grapharg"].erase()
     made = kind(gm, graph, type(gm).__name__)
     made.meta = dict(gm.meta)
     for node in made.graph.find_nodes(op="get_attr"):

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from passes._torch import FakeTensor
 from passes.contract.costs import CostModel
 from passes.contract.errors import CaptureError
 from passes.contract.plan import CERTIFICATE, Decision, Plan, sums
@@ -147,10 +148,10 @@ class Graphs(list[Graph]):
 _COMPILED: Any = WeakIdKeyDictionary()  # by module compiled in place, else by a parameter that is read
 
 
-def compiled_in_place(graph: Graph, scope: Scope | None) -> Graphs:
+def compiled_in_place(inputs: Sequence[Any], scope: Scope | None) -> Graphs:
     """Return the store for a graph: of the compiled module, else, where a function was compiled, of a parameter."""
-    known = (given.parameter() for given in graph.inputs if given.parameter is not None)
-    key = scope.root if scope is not None else next(known, None)
+    parameters = (v for v in inputs if isinstance(v, nn.Parameter) and not isinstance(v, FakeTensor))
+    key = scope.root if scope is not None else next(parameters, None)
     graphs: Graphs = Graphs() if key is None else _COMPILED.setdefault(key, Graphs())
     return graphs
 

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
-from torch.utils.weak import WeakIdKeyDictionary
 
 from passes._torch import FakeTensor
 from passes.contract.plan import Plan
@@ -78,8 +77,8 @@ class GraphCall:
         self._device, self._graphs, self._whole, self._more = device, graphs, whole, more
         self._first = next(iter(graph.places), -1)
         first = inputs[self._first] if graph.places else None
-        self._seen: Any = WeakIdKeyDictionary({} if first is None else {first: None})
-        self._last: Any = None if first is None else weakref.ref(first)  # whether it is seen takes microseconds
+        self._last = -1 if first is None or _on_twin() else id(first)  # torch swaps no tensor with a weak reference
+        self._seen = {self._last}
         self._parts = {
             i: v.dtype
             for i, v in enumerate(inputs)
@@ -109,7 +108,7 @@ class GraphCall:
             torch.set_autocast_enabled(device, True)
 
     def _called(self, args: tuple[Any, ...]) -> Any:
-        if self._last is not None and args[self._first] is not self._last():
+        if self._first >= 0 and id(args[self._first]) != self._last:
             self._meet(args)
         if self._low and torch.is_grad_enabled():  # Dynamo does not guard the mode of a model that does not read it
             named = [(self.graph.inputs[i].path, args[i]) for i in self._low]
@@ -187,17 +186,18 @@ class GraphCall:
             PolicyError: the policy asks for other colours in that module, by its path.
         """
         first = args[self._first]
-        call = current()
-        if first not in self._seen and (call is None or not call.on_twin):
+        if _on_twin():
+            return
+        if id(first) not in self._seen:
             found = scope()
             names = found.names if found is not None else {}
             if self._graphs is None or id(first) in names:  # else as `functional_call` swaps them
                 moved = self.graph.at(args, names)
-                graphs = compiled_in_place(moved, found) if self._graphs is None else self._graphs
+                graphs = compiled_in_place(args, found) if self._graphs is None else self._graphs
                 if graphs.rebind(moved):
                     self.graph = moved
-        self._seen[first] = None
-        self._last = weakref.ref(first)
+        self._last = id(first)
+        self._seen.add(self._last)
 
     def _note(self, call: Call, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Note what crosses a break: low values that something was computed from, and which are the model's own."""
@@ -208,6 +208,12 @@ class GraphCall:
                 call.read[id(value)] = value
         for i, low in own:
             call.own[id(outputs[i])] = outputs[i], low
+
+
+def _on_twin() -> bool:
+    """Say whether the call under way is one of a copy of a view's model."""
+    call = current()
+    return call is not None and call.on_twin
 
 
 def _read_inputs(graph: Graph, inputs: Sequence[Any]) -> tuple[int, ...]:

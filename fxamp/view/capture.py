@@ -138,7 +138,7 @@ def _capture_on(runner: Runner, model: nn.Module, inputs: Inputs, state: State, 
 def _read_outside(runner: Runner, inputs: Inputs, state: State) -> list[str]:
     """Return the names of the parameters that a call in a state reads and that are in no graph of it.
 
-    The model's own code is run for it, on a copy, without autocast.
+    The model's own code is run for it, on a copy.
     """
     inside = {
         f"{prefix}{path}" for prefix, each in views_in(runner)
@@ -151,7 +151,9 @@ def _read_outside(runner: Runner, inputs: Inputs, state: State) -> list[str]:
     twin, (args, kwargs) = twin_of(runner.model, inputs)
     before = begin(Call(twin, args, kwargs, RUN, "compare", on_twin=True))
     try:
-        with same_random_state(), in_state(twin, state), no_autocast(), StorageReads() as reads:
+        here = runner.graphs.policy.device == runner.graphs.device  # elsewhere kernels may not take what is low
+        autocast = runner.graphs.region(cache=False) if here else no_autocast()
+        with same_random_state(), in_state(twin, state), autocast, StorageReads() as reads:
             twin(*args, **kwargs)
     except Exception as e:  # whatever a model raises that runs with autocast alone
         logger.info("fxamp: which parameters a call of %s reads is not known: %s", type(twin).__name__, in_short(e))

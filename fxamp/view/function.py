@@ -37,6 +37,7 @@ from .._torch import (
     is_gathered,
     is_replica_running,
     leave_padding_to_python,
+    let_go_of_inputs,
 )
 from ..capture.backend import compile_by, inner_of, rewrite
 from ..capture.call import current
@@ -172,6 +173,7 @@ class Function:
         graph = graphs.add(graph) if known is None else replace(graph, number=known.number)
         made = GraphCall(graph, gm, run, again, inputs, graphs.device, graphs=graphs, whole=whole, more=more)
         self._calls.append(made)
+        let_go_of_inputs(n.meta.get("example_value") for n in gm.graph.find_nodes(op="placeholder"))
         return made
 
     def _note_lowered(self, model: nn.Module, first: bool) -> None:

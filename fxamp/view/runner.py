@@ -270,7 +270,8 @@ class Runner:
         """Call a compiled function under the view's autocast."""
         device, rounds = self.graphs.device, self.graphs.policy.level.rounds
         before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()
-        marked = _mark_batch(call) if self._marks else []
+        if self._marks and not function.frames.fixes_sizes:
+            call.marked = _mark_batch(call)
         torch.set_autocast_enabled(device, rounds)
         if rounds:
             torch.set_autocast_dtype(device, self.graphs.low)
@@ -288,7 +289,7 @@ class Runner:
             torch.set_autocast_enabled(device, before[0])
             torch.set_autocast_dtype(device, before[1])
             torch.set_autocast_cache_enabled(before[2])
-            for tensor in marked:
+            for tensor in call.marked:
                 unmark_batch(tensor)
 
     def _error_of(self, raised: Exception) -> Exception:
