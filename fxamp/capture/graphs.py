@@ -104,6 +104,7 @@ class Graphs(list[Graph]):
         """Follow another policy, or plan, from now on; graphs are captured again."""
         self.asked, self.policy, self.replayed = asked, policy, replayed
         self.as_written.clear()
+        self.notes, self.complete = (), True
         self.clear()
 
     def add(self, graph: Graph) -> Graph:

@@ -119,23 +119,25 @@ class GraphCall:
         if call is None:
             return self._ran(args)
         call.unlock()
-        if call.does == "first graph" or (call.does == "capture" and self._whole and call.outer is None):
-            raise Captured
-        if call.does == "compare":
-            outputs = self._as_captured(args)
-        else:
-            call.ran.append(self.graph.number)
-            call.whole = self._whole
-            elsewhere = call.does == "capture" and self.graph.plan.policy.device != self._device
-            run = self._in_fp32 if elsewhere else self._ran
-            with _modes_of(call) if call.modes else _NO_MODES:
-                outputs = run(args)
-            for at in self.graph.written:
-                call.forget_casts_of(args[at])
+        outputs = self._as_captured(args) if call.does == "compare" else self._in_call(call, args)
         if not self._whole or call.does == "compare":
             call.made += (weakref.ref(value) for value in outputs if isinstance(value, Tensor))
         if self._crossing is not None:
             self._note(call, args, outputs)
+        return outputs
+
+    def _in_call(self, call: Call, args: tuple[Any, ...]) -> Any:
+        """Run what was emitted in a call of a view; raise Captured where the call only captures, and has its graph."""
+        call.ran.append(self.graph.number)
+        if call.does == "first graph" or (call.does == "capture" and self._whole and call.outer is None):
+            raise Captured
+        call.whole = self._whole
+        elsewhere = call.does == "capture" and self.graph.plan.policy.device != self._device
+        run = self._in_fp32 if elsewhere else self._ran
+        with _modes_of(call) if call.modes else _NO_MODES:
+            outputs = run(args)
+        for at in self.graph.written:
+            call.forget_casts_of(args[at])
         return outputs
 
     def _ran(self, args: tuple[Any, ...]) -> Any:

@@ -142,7 +142,7 @@ def _read_outside(runner: Runner, inputs: Inputs, state: State) -> list[str]:
     """
     inside = {
         f"{prefix}{path}" for prefix, each in views_in(runner)
-        for graph in each.graphs if graph.state == state for path in graph.names.values()
+        for number in each.reached for path in each.graphs[number].names.values()
     }  # fmt: skip
     known = {id(p) for name, p in runner.model.named_parameters(remove_duplicate=False) if name in inside}
     outside = [name for name, p in runner.model.named_parameters() if id(p) not in known]

@@ -75,6 +75,7 @@ class Runner:
         override: what somebody wrote to `forward` of the view.
         calls: how often the plan was called.
         called: a call of the view has come to its end.
+        reached: the numbers of the graphs that the last call has run that only captured.
     """
 
     def __init__(self, model: nn.Module, settings: Settings, graphs: Graphs) -> None:
@@ -83,6 +84,8 @@ class Runner:
         self.opened = Opened()
         self.override: Callable[..., Any] | None = None
         self.calls, self.called = 0, False
+        self.reached: list[int] = []
+        self._kinds: tuple[type, type, int] | None = None
         self._functions: dict[tuple[Any, ...], Function] = {}
         self._causes: Counter[str] = Counter()
         self._capturing = threading.RLock()
@@ -132,9 +135,13 @@ class Runner:
         self.settle((args, kwargs))
         does = does or (outer.does if outer is not None else "run")
         if runner_of(model) is self:
+            if self._kinds is not None and (type(model) is not self._kinds[0] or self._kinds[2]):
+                self._follow(type(model))
             model = vars(model).get(MODEL_OF_COPY)
         on_twin = model is not None and model is not self.model
         call = Call(model or self.model, args, kwargs, RUN, does, outer, on_twin)
+        if does == "capture":
+            self.reached = call.ran
         modes = Modes((self.graphs.device,))
         try:
             begin(call)
@@ -158,6 +165,20 @@ class Runner:
                 modes.restore()
             raise
         return outputs
+
+    def follows(self, kind: type) -> None:
+        """Note the class of the view."""
+        self._kinds = kind, type(self.model), 0
+
+    def _follow(self, kind: type) -> None:
+        """Have the model follow the class that a parametrization has derived from the view's, with its properties."""
+        assert self._kinds is not None
+        view, author, members = self._kinds
+        own = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+        if kind is view:
+            self.model.__class__, self._kinds = author, (view, author, 0)
+        elif kind.__bases__ == (view,) and len(own) != members:  # FSDP2 adds a base
+            self.model.__class__, self._kinds = type(kind.__name__, (author,), own), (view, author, len(own))
 
     def call_override(self, override: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call what was written to the view's `forward`, and say so where that does not call the plan."""

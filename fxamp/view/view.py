@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from passes._torch import pytree
 from passes.contract.plan import Plan
 from passes.contract.policy import SHORT, Policy
 from passes.graph.values import LOW_DTYPES
@@ -165,7 +166,9 @@ def make_view(model: nn.Module, policy: Policy, *, replayed: Plan | None = None,
     # A metaclass of the author's may keep a registry of classes, in which a view's class has no place.
     ordinary = type(cls) in (type, abc.ABCMeta)
     new: Any = type(cls) if ordinary else functools.partial(type.__new__, type(cls))
-    return _over(model, new(cls.__name__, (View, cls), members))
+    made = new(cls.__name__, (View, cls), members)
+    runner.follows(made)
+    return _over(model, made)
 
 
 def _over(model: nn.Module, kind: type) -> Any:
@@ -183,15 +186,13 @@ def _methods_of(cls: type, captured: Sequence[str]) -> dict[str, Any]:
             continue
         for name, function in vars(kind).items():
             if isinstance(function, property) and function.fget is not None and not hasattr(nn.Module, name):
-                out[name] = property(
-                    _in_region(function.fget, says=False), function.fset, function.fdel, function.__doc__
-                )
+                out[name] = property(_in_region(function.fget), function.fset, function.fdel, function.__doc__)
             if not isinstance(function, types.FunctionType) or name.startswith("__") or name == "forward":
                 continue
             if sharded:
                 out[name] = _on_model(function)
             elif not hasattr(nn.Module, name):
-                out[name] = _captured(function) if name in captured else _in_region(function)
+                out[name] = _captured(function) if name in captured else _in_region(function, kind)
     return out
 
 
@@ -216,35 +217,48 @@ def _captured(function: Any) -> Any:
     return _named_as(function, lambda self, *args, **kwargs: runner_of(self)(args, kwargs, function.__name__, self))
 
 
-def _in_region(function: Any, *, says: bool = True) -> Any:
+def _in_region(function: Any, kind: type | None = None) -> Any:
     """Return a method of the author's that runs under the view's autocast, a generator or coroutine at each step.
 
-    Where it `says`, a line of the log says that it is not captured.
+    One that is plain is that which its class, `kind`, has at the call, and a line of the log says that it is not
+    captured, where it is given a tensor or returns one.
     """
-    make = next((make for is_kind, make in _STEPPED.items() if is_kind(function)), _plain)
-    return _named_as(function, make(function, functools.partial(_begun, function, says)))
+    make = next((make for is_kind, make in _STEPPED.items() if is_kind(function)), None)
+    made = _plain(function, kind) if make is None else make(function, functools.partial(_begun, function))
+    return _named_as(function, made)
 
 
-def _begun(function: Any, says: bool, view: Any, args: Any, kwargs: Any) -> Any:
+def _begun(function: Any, view: Any, args: Any, kwargs: Any) -> Any:
     """Return what opens the region for a method; None while it is compiled, or where the region is open already."""
-    runner = runner_of(view)
+    region = _region(view, args, kwargs)
+    if region is not None:
+        runner_of(view).say_uncaptured(function.__name__)
+    return region
+
+
+def _region(view: Any, args: Any, kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         return None
+    runner = runner_of(view)
     runner.settle((args, kwargs))
-    if runner.graphs.in_region():
-        return None
-    if says and function.__name__ != "generate":
-        runner.say_uncaptured(function.__name__)
-    return runner.graphs.region
+    return None if runner.graphs.in_region() else runner.graphs.region
 
 
-def _plain(function: Any, begun: Callable[..., Any]) -> Any:
+def _plain(author: Any, kind: type | None) -> Any:
+    name = author.__name__
+
     def in_region_of_view(self: Any, *args: Any, **kwargs: Any) -> Any:
-        region = begun(self, args, kwargs)
+        region = _region(self, args, kwargs)
+        function = author if kind is None else vars(kind).get(name, author)
         if region is None:
             return function(self, *args, **kwargs)
         with region():
-            return function(self, *args, **kwargs)
+            made = function(self, *args, **kwargs)
+        if kind is not None and name != "generate":
+            values = pytree.tree_leaves((args, kwargs, made))
+            if any(isinstance(value, torch.Tensor) for value in values):
+                runner_of(self).say_uncaptured(name)
+        return made
 
     return in_region_of_view
 
