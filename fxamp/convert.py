@@ -74,8 +74,9 @@ def convert(
         model: A module with FP32 parameters (frozen ones may have any dtype), a GraphModule or an ExportedProgram; it
             is not changed. An optimizer that was built before keeps working.
         args: Example inputs, a tuple (a lone tensor is wrapped). With them the present state of a module is captured at
-            once, and checked; nothing of the model runs but the check. Without them it is captured at its first call.
-            A graph needs them if its values have no shapes.
+            once, and checked, on copies of the model and of the inputs that share their memory until they are written:
+            what forward writes is written there. State in closures, globals and files is not copied. Without them it
+            is captured at its first call. A graph needs them if its values have no shapes.
         kwargs: Example keyword inputs.
         policy: A level ("O0" to "O3"), a policy string ("O2,dtype=bf16,modules.fc3=fp32") or a Policy; "O1" by default.
             Device and dtype that it leaves open are settled at the first capture.
@@ -87,9 +88,8 @@ def convert(
         fullgraph: As `torch.compile` takes it.
         dynamic: As `torch.compile` takes it. None marks dimension 0 of every tensor argument that shares its size with
             the first one, so that another batch size captures nothing.
-        check: Compare the captured graphs, unconverted, with the model, on copies that share its parameters: outputs
-            and buffers bit for bit, with True at O0 gradients too. "forward" leaves gradients out, False all of it.
-            State in closures and globals is not copied, and is advanced by the check.
+        check: Compare the captured graphs, unconverted, with the model, on copies: outputs and buffers bit for bit,
+            with True at O0 gradients too. "forward" leaves gradients out, False all of it.
         on_change: What a failing guard does: "recompile", or "error", which raises CaptureError.
         methods: Names of methods that are captured like the call. Other methods run under autocast.
         calibration: What `fxamp.calibrate` measured, or the path of it. What came within a factor of 8 of FP16's
@@ -244,8 +244,11 @@ def plan(
     """Return the plan that `convert` would carry out, in every state of a model, without converting it.
 
     The arguments are those of `convert`. A module needs example inputs, with the shapes and dtypes of real ones. It is
-    only captured, in train and in eval mode, with gradients and without; with `cost="measured"` ops and steps of it run
-    on the device, to be timed. The device that the plan is for may be absent, and the model on the meta device.
+    only captured, on a copy, in train and in eval mode, with gradients and without; what lies in front of a graph break
+    runs on the copy. The plan is complete if every parameter that a call reads is in a graph. With `cost="measured"` ops
+    and steps of it run on the device, to be timed. The device that the plan is for may be absent, and the model on the
+    meta device: code that asks for autocast is answered as there, pieces run in FP32, and notes name the lines that ask
+    for the kind of device.
 
     Raises:
         CaptureError: There are no example inputs, or the model cannot be captured.
@@ -262,7 +265,7 @@ def plan(
 def to_read(
     model: Any, args: Any, kwargs: Any, policy: Policy, *, dynamic: bool | None = None, replayed: Plan | None = None
 ) -> Any:
-    """Convert a model in all of its states, to read what was decided; nothing of it runs, and nothing is checked.
+    """Convert a model in all of its states, to read what was decided; nothing is checked.
 
     Raises:
         CaptureError: there are no example inputs, or the model cannot be captured.
