@@ -245,10 +245,10 @@ def plan(
 
     The arguments are those of `convert`. A module needs example inputs, with the shapes and dtypes of real ones. It is
     only captured, on a copy, in train and in eval mode, with gradients and without; what lies in front of a graph break
-    runs on the copy. The plan is complete if every parameter that a call reads is in a graph. With `cost="measured"` ops
-    and steps of it run on the device, to be timed. The device that the plan is for may be absent, and the model on the
-    meta device: code that asks for autocast is answered as there, pieces run in FP32, and notes name the lines that ask
-    for the kind of device.
+    runs on the copy. The plan is complete if every parameter that a call reads is in a graph. With `cost="measured"`
+    ops and steps of it run on the device, to be timed. The device that the plan is for may be absent, and the model on
+    the meta device: code that asks for autocast is answered as there, pieces run in FP32, and notes name the lines that
+    ask for the kind of device.
 
     Raises:
         CaptureError: There are no example inputs, or the model cannot be captured.
