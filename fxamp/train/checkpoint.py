@@ -15,7 +15,7 @@ from passes.contract.plan import Plan
 
 from ..errors import in_short
 from ..observe.snapshot import random_state, set_random_state
-from ..view.switch import switch_views
+from ..view.switch import switch_back, switch_views
 from .scaler import Tally, require_scale
 from .state import TrainState
 from .window import ByHand, KeptMicroBatches, Window, parameters
@@ -96,12 +96,18 @@ def load_course(
             scheduler.load_state_dict(saved)
         if step.undecided:
             step.pending_scaler = state["scaler"]
-        else:
+        elif state["scaler"] or not step.scaler.is_enabled():
             step.scaler.load_state_dict(state["scaler"])
+        else:  # of a step whose dtype was not known yet
+            step.choose_scaler("auto")
         for one in random:
             set_random_state(one)
-        if switches and (switches, plan) != (step.switches, step.switched_plan):
-            switch_views(step.model, switches[-1][1] if plan is None else plan)
+        if (switches, plan) != (step.switches, step.switched_plan):
+            if switches:
+                switch_views(step.model, switches[-1][1] if plan is None else plan)
+            else:
+                switch_back(step.model, step.policies)
+            step.compile_anew()
     step.close_window()
     step.windows, step.aborted = counts["windows"], ""
     step.tallies = {name: Tally(counts[name]) for name in ("steps", "skipped")}
@@ -116,7 +122,8 @@ def _restored_on_error(step: TrainState) -> Iterator[None]:
     """Put optimizers, schedulers, scaler and random states back where a part of a state turns out not to fit."""
     parts: list[Any] = [*step.optimizers, *step.schedulers]
     attributes = [dict(vars(part)) for part in parts]  # what loads a state replaces them
-    schedulers, scaler = copy.deepcopy(([s.state_dict() for s in step.schedulers], step.scaler.state_dict()))
+    schedulers, scaling = copy.deepcopy(([s.state_dict() for s in step.schedulers], step.scaler.state_dict()))
+    scaler = step.scaler
     random, pending = random_state(), step.pending_scaler
     try:
         yield
@@ -126,7 +133,8 @@ def _restored_on_error(step: TrainState) -> Iterator[None]:
             vars(part).update(before)
         for scheduler, saved in zip(step.schedulers, schedulers, strict=True):
             scheduler.load_state_dict(saved)  # one of several has its own in it
-        step.scaler.load_state_dict(scaler)
+        step.scaler = scaler
+        scaler.load_state_dict(scaling)
         step.pending_scaler = pending
         set_random_state(random)
         raise

@@ -64,11 +64,16 @@ def compiled_rows(compiled: CompiledStep | None) -> list[tuple[str, str]]:
 
 def reasons_to_wait(step: TrainState) -> tuple[str, ...]:
     """Return why a step waits for the device once, at the end of a window; nothing if it never waits."""
-    if not step.scaler.is_enabled() and step.max_grad_norm is None and step.on_overflow == "skip_window":
+    looks = step.scaler.is_enabled() or step.max_grad_norm is not None or step.check_finite
+    if not looks and step.on_overflow == "skip_window":
         return ()
     in_graph = step.compiled is not None and step.windows > 1 and not step.compiled.update.eager
     deciding = [] if in_graph else [o for o in step.optimizers if waits(o)]
-    reasons = [f"Python decides whether {type(o).__name__} steps" for o in deciding]
+    reasons = [
+        f"Python decides whether {type(o).__name__} steps"
+        + ", which fused=True leaves to the device" * ("fused" in o.defaults)
+        for o in deciding
+    ]
     reasons += [f"{type(s).__name__} follows the steps that were taken" for s in step.schedulers]
     reasons += ["the average of the weights follows the steps that were taken"] * bool(step.averages)
     if step.on_overflow == "skip_microbatch" and step.ranks.replicas:

@@ -56,7 +56,7 @@ def scaler_of(scaler: object, low_dtype: torch.dtype | None) -> LossScaler:
     if scaler is None or (scaler == "auto" and low_dtype != torch.float16):
         return LossScaler(enabled=False)
     if scaler == "auto":
-        return LossScaler(min_scale=1.0, max_scale=2.0**24, max_skips=20)
+        return LossScaler(min_scale=1.0, max_scale=2.0**24)
     if isinstance(scaler, torch.amp.GradScaler):
         raise PolicyError(
             "scaler must be a fxamp.LossScaler, got a torch.amp.GradScaler. A LossScaler has the same methods, and "

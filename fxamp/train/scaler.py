@@ -374,12 +374,19 @@ class LossScaler(torch.amp.GradScaler):
             >>> scaler.get_scale()
             256.0
         """
-        self._update(new_scale)
+        looked_at = self._update(new_scale)
+        if self.max_skips is not None and self._in_a_row.reaches(self.max_skips):
+            raise collapsed(self._in_a_row, self._gradients(looked_at), f"; the loss scale is now {self.get_scale()}")
 
-    def _update(self, new_scale: float | torch.Tensor | None = None, *, overflow: torch.Tensor | None = None) -> None:
-        """Update the scale; if `overflow`, a tensor of shape (), is not 0, back off as if a step had been skipped."""
+    def _update(
+        self, new_scale: float | torch.Tensor | None = None, *, overflow: torch.Tensor | None = None
+    ) -> list[Optimizer]:
+        """Update the scale, leave the limit of skipped steps to the caller, and return the optimizers looked at.
+
+        If `overflow`, a tensor of shape (), is not 0, back off as if a step had been skipped.
+        """
         if not self._enabled:
-            return
+            return []
         scale, _ = self._check_scale_growth_tracker("update")
         before, limits, states = scale.clone(), self._extensions, list(self._per_optimizer_states.values())
         found_infs = [found.clone() for found in _found_infs(states)]  # torch accumulates the flags in the first tensor
@@ -403,9 +410,7 @@ class LossScaler(torch.amp.GradScaler):
         bad = [state["optimizer"] for state in states if state.get("overflowed")]
         culprits = _Culprits(self._gradients(bad)) if bad else ""
         self._events.append((self._updates, before, found_infs, culprits))
-        if limits.max_skips is not None and self._in_a_row.reaches(limits.max_skips):
-            named = self._gradients(state["optimizer"] for state in states if _found_infs([state]))
-            raise collapsed(self._in_a_row, named, f"; the loss scale is now {self.get_scale()}")
+        return [state["optimizer"] for state in states if _found_infs([state])]
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Set a new growth factor.
@@ -478,6 +483,8 @@ class LossScaler(torch.amp.GradScaler):
         self._extensions = extensions
         self._in_a_row = Tally(saved.get("overflows_in_a_row", 0), in_a_row=True)
         self._updates = saved.get("updates", self._updates)
+        known = [event for event in self._events if event[0] <= self._updates]
+        self._events = deque(known, maxlen=HISTORY_LENGTH)
         self._init_scale = extensions.clamp(self._init_scale)
         if self._scale is not None:
             self._scale.fill_(self._init_scale)

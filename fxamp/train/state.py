@@ -24,6 +24,7 @@ from passes.contract.plan import Plan
 from ..capture.graphs import is_compiled
 from ..errors import NotAModuleError
 from ..trust.census.census import CallCensus
+from ..view.switch import policies_in_force
 from ..view.view import is_view
 from . import given
 from .compiled_step import CompiledStep, require_output
@@ -66,6 +67,7 @@ class TrainState:
         weights: Mode = "auto",
         on_overflow: Literal["skip_window", "skip_microbatch"] = "skip_window",
         max_skips: int = 20,
+        check_finite: bool = True,
         on_gradients: Callable[[list[Tensor]], Any] | None = None,
         census: Literal["warn", "error"] | None = None,
         on_collapse: Literal["raise", "recolour"] = "raise",
@@ -85,12 +87,14 @@ class TrainState:
             raise PolicyError(f"on_gradients must be callable, got {type(on_gradients).__name__}")
         require_count("accumulate_steps", accumulate_steps)
         require_count("max_skips", max_skips)
+        if not isinstance(check_finite, bool):
+            raise PolicyError(f"check_finite must be True or False, got {check_finite!r}")
         if max_grad_norm is not None:
             require_number("max_grad_norm", max_grad_norm, "a number greater than 0, or None", lambda x: x > 0)
 
         self.loss_fn, self.accumulate_steps, self.max_grad_norm = loss_fn, accumulate_steps, max_grad_norm
         self.max_skips, self.on_gradients, self.on_overflow = max_skips, on_gradients, on_overflow
-        self.on_collapse = on_collapse
+        self.on_collapse, self.check_finite = on_collapse, check_finite
         self.optimizers = given.optimizers_of(optimizer, model)
         self.schedulers = given.schedulers_of(scheduler, self.optimizers)
         self.averages = given.averages_of(ema, model)
@@ -115,8 +119,8 @@ class TrainState:
         self.weights = WeightCasts(model, weights, accumulate_steps)
         self.compiled = None if settings is None else CompiledStep(settings, model, self.weights, output)
         self.low_dtype = given.low_dtype_of(model)
-        self.scaler = given.scaler_of(scaler, self.low_dtype)
-        self.scaler.name_parameters(model.named_parameters())
+        self.choose_scaler(scaler)
+        self.policies = policies_in_force(model)  # as it was made; `switch` sets others
         # A compiled model is converted at its first call; its low dtype is not known before.
         compiles = any(is_compiled(module) for module in model.modules())
         self.undecided = isinstance(scaler, str) and self.low_dtype is None and compiles
@@ -133,6 +137,16 @@ class TrainState:
         self.census = None if census is None else CallCensus(census)
         self._look_for_untrained()
         self._warn_of_settings()
+
+    def choose_scaler(self, scaler: object) -> None:
+        """Scale losses by what an argument means for the low dtype of the model."""
+        self.scaler = given.scaler_of(scaler, self.low_dtype)
+        self.scaler.name_parameters(self.model.named_parameters())
+
+    def compile_anew(self) -> None:
+        """Compile model and loss again, whose views follow another policy."""
+        if self.compiled is not None:
+            self.compiled = CompiledStep(self.compiled.settings, self.model, self.weights, self.compiled.output)
 
     @property
     def position(self) -> int:
@@ -155,8 +169,9 @@ class TrainState:
         return self.compiled is not None and self.compiled.settings.captures
 
     def rates(self) -> tuple[float | Tensor, ...]:
-        """Return the learning rate of each group of parameters."""
-        return tuple(group["lr"] for o in self.optimizers for group in o.param_groups if "lr" in group)
+        """Return the learning rate of each group of parameters, as it is now."""
+        rates = (group["lr"] for o in self.optimizers for group in o.param_groups if "lr" in group)
+        return tuple(rate.clone() if isinstance(rate, Tensor) else rate for rate in rates)
 
     def say(self, about: str, text: str) -> None:
         """Log a warning once."""
@@ -174,7 +189,7 @@ class TrainState:
             "parameters": [[len(group["params"]) for group in o.param_groups] for o in self.optimizers],
             "schedulers": [type(s).__name__ for s in self.schedulers],
             "ema": len(self.averages),
-            "policy": given.policies_asked(self.model) if not self.switches else None,
+            "policy": list(dict.fromkeys(str(asked) for asked, _ in self.policies.values())),
             "max_grad_norm": self.max_grad_norm,
         }
 

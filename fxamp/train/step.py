@@ -74,8 +74,8 @@ class TrainStep(TrainState):
         optimizer: One optimizer, or several over distinct parameters. One that evaluates the loss itself (LBFGS) has to
             be the only one; it runs the micro-batches of the window again whenever it evaluates the loss.
         scaler: A LossScaler that nothing else uses; a number for a static loss scale; None for no loss scaling. "auto"
-            is `LossScaler(min_scale=1, max_scale=2**24, max_skips=20)` for a model in FP16, else None; for a compiled
-            model this is decided at its first call.
+            is `LossScaler(min_scale=1, max_scale=2**24)` for a model in FP16, else None; for a compiled model this is
+            decided at its first call.
         accumulate_steps: Micro-batches in a window. The loss is divided by it.
         max_grad_norm: Clip the unscaled gradients of all optimizers to this norm, taken over all of them together.
             `float("inf")` measures the norm and clips nothing.
@@ -94,7 +94,12 @@ class TrainStep(TrainState):
             cases. "skip_microbatch" needs memory for a second set of gradients, and under DistributedDataParallel an
             exchange of gradients after the window instead of during its last backward.
         max_skips: So many skipped steps in a row raise ScaleCollapseError, which names the first parameter and the
-            first node with a value that is not finite. A scaler's own limit wins where it is set.
+            first node with a value that is not finite. The window is finished then: what stepped is counted, and its
+            scheduler has stepped. The limit of a LossScaler that is handed in holds where it has one.
+        check_finite: Look at gradients without loss scaling too. Where neither a scaler nor `max_grad_norm` looks at
+            them, an optimizer with a gradient that is not finite is skipped by a flag, which a fused or compiled
+            optimizer and SGD read on the device; for others the host reads it, once a window (see `waits`). False
+            lets such an optimizer step.
         on_gradients: Called once a window with the parameters that have gradients, after these are unscaled and before
             they are clipped. With it the end of a window is not compiled.
         census: "warn" or "error": watch the first call, and the next one after a graph was captured, as `fxamp.census`
@@ -317,8 +322,7 @@ class TrainStep(TrainState):
             raise PolicyError("a policy is switched between two windows: call flush() first, or wait for its end")
         self.close_window()
         policy = switch_views(self.model, policy_or_plan)
-        if self.compiled is not None:
-            self.compiled = CompiledStep(self.compiled.settings, self.model, self.weights, self.compiled.output)
+        self.compile_anew()
         self.switched_plan = policy_or_plan if isinstance(policy_or_plan, Plan) else None
         self.switches = (*self.switches, (self.windows, str(policy)))
         self.said.discard("ranks")
@@ -466,8 +470,7 @@ class TrainStep(TrainState):
         """Choose the scaler that "auto" means, once the model is converted."""
         self.undecided = False
         self.low_dtype = given.low_dtype_of(self.model)
-        self.scaler = given.scaler_of("auto", self.low_dtype)
-        self.scaler.name_parameters(self.model.named_parameters())
+        self.choose_scaler("auto")
         if self.pending_scaler:
             self.scaler.load_state_dict(dict(self.pending_scaler))
         if window.given_scale is None:
@@ -482,23 +485,18 @@ class TrainStep(TrainState):
     def _finish(self, window: Window, output: Any, total: int | None = None) -> StepResult:
         """End a window; `total` is the number of micro-batches of all ranks, if they end it early."""
         self.weights.end()
-        self.aborted, rates, before = "an error left it", self.rates(), self.windows
+        self.aborted, rates = "an error left it", self.rates()
         try:
             with range_of("update"):
                 update, mean = self._end(window, total)
             self.windows += 1
             result = self._result(window, update, output, mean.kept, rates)
-            self._count(window, update)
-        except ScaleCollapseError as error:
-            if self.windows == before:  # the scaler raised it
-                self.tallies["skipped"].add(True)
-            self.windows = before + 1
-            self.close_window()
-            self._recover(window, error)
-            result = self._result(window, Update(dict.fromkeys(self.optimizers, True)), output, None, rates)
+            error = self._count(update)
         finally:
             self.close_window()
         self.aborted = ""
+        if error is not None:
+            self._recover(window, error)
         return result
 
     def _recover(self, window: Window, error: ScaleCollapseError) -> None:
@@ -525,13 +523,15 @@ class TrainStep(TrainState):
         window.scale  # noqa: B018 - read before the update changes it
         if self.closes:
             share = mean.kept / self.ranks.replicated
-            held = step_by_closure(live[0], window.scaler, lambda: self._run_again(window, share, early), self.ranks)
-            window.scaler.update()
+            held = step_by_closure(
+                live[0], window.scaler, lambda: self._run_again(window, share, early), self.ranks, self.check_finite
+            )
+            window.scaler._update()
             update = Update({live[0]: held})
         else:
             end = AtEnd(
                 window.scaler, live, self.max_grad_norm, self.ranks, mean.nothing, mean.overflow, self.on_gradients,
-                followed=bool(self.schedulers or self.averages),
+                followed=bool(self.schedulers or self.averages), check_finite=self.check_finite,
             )  # fmt: skip
             update = take_step(end) if self.compiled is None else self.compiled.update(end)
         return update._replace(held_back=self._follow(update)), mean
@@ -576,11 +576,11 @@ class TrainStep(TrainState):
                 one.update_parameters(self.model)
         return known
 
-    def _count(self, window: Window, update: Update) -> None:
-        """Count steps and skips, without waiting for the device; raise after `max_skips` in a row."""
+    def _count(self, update: Update) -> ScaleCollapseError | None:
+        """Count steps and skips, without waiting for the device; return the error of `max_skips` in a row."""
         flags = [bool(held) if isinstance(held, HostFlag) else held for held in update.held_back.values()]
         if not flags:
-            return
+            return None
         known = [flag for flag in flags if isinstance(flag, bool)]
         skipped: bool | Tensor = any(known)
         stepped: bool | Tensor = not all(known)
@@ -590,15 +590,17 @@ class TrainStep(TrainState):
         self.tallies["skipped"].add(skipped)
         self.tallies["steps"].add(stepped)
         self.skips_in_a_row.add(skipped)
-        if skipped is True and not window.scaler.is_enabled():
-            bad = self.scaler._first_bad(self.optimizers)
+        scaler, limit = self.scaler, self.scaler.max_skips or self.max_skips
+        if skipped is True and not scaler.is_enabled():
             self.say(
                 "skip",
-                f"a step was skipped, because gradients are not finite, first {bad}; with max_skips="
-                f"{self.max_skips} in a row that is an error",
+                f"a step was skipped, because gradients are not finite, first {scaler._first_bad(self.optimizers)}; "
+                f"with max_skips={limit} in a row that is an error",
             )
-        if window.scaler.max_skips is None and self.skips_in_a_row.reaches(self.max_skips):
-            raise collapsed(self.skips_in_a_row, self.scaler._gradients(self.optimizers))
+        if not self.skips_in_a_row.reaches(limit):
+            return None
+        more = f"; the loss scale is now {scaler.get_scale()}" if scaler.is_enabled() else ""
+        return collapsed(self.skips_in_a_row, scaler._gradients(self.optimizers), more)
 
     def _result(
         self, window: Window, update: Update | None, output: Any = None, kept: int | Tensor | None = None,

@@ -43,6 +43,7 @@ class AtEnd(NamedTuple):
         overflow: A flag on the device, nonzero where the scale backs off though the optimizers may step.
         on_gradients: Called with the parameters, once their gradients are unscaled.
         followed: Whether the host will ask which steps were taken: the answers are sent there before the steps.
+        check_finite: Whether gradients that are not finite hold an optimizer back without loss scaling and clipping.
     """
 
     scaler: LossScaler
@@ -53,6 +54,7 @@ class AtEnd(NamedTuple):
     overflow: Tensor | None = None
     on_gradients: Callable[[list[Tensor]], Any] | None = None
     followed: bool = False
+    check_finite: bool = True
 
 
 def take_step(end: AtEnd) -> Update:
@@ -62,7 +64,7 @@ def take_step(end: AtEnd) -> Update:
     """
     scaler, ranks, followed = end.scaler, end.ranks, end.followed
     grad_norm = None
-    found_inf: bool | Tensor | None = end.nothing_kept
+    founds: list[bool | Tensor | None] = [end.nothing_kept] * len(end.optimizers)
     if end.max_grad_norm is not None or end.on_gradients is not None or ranks.decide_apart:
         for optimizer in end.optimizers:
             scaler.unscale_(optimizer)
@@ -77,16 +79,18 @@ def take_step(end: AtEnd) -> Update:
             ranks.agree(changed)
             scaler._join_found_inf(end.optimizers, changed)
         else:
-            found_inf = _found_inf(end, grad_norm)
+            founds = [_found_inf(end, grad_norm)] * len(founds)
         clip(live(end.optimizers), end.max_grad_norm, grad_norm)
+    elif end.check_finite and not scaler.is_enabled():
+        founds = _found_infs(end)
     held_back: dict[Optimizer, HeldBack] = {}
-    begun = to_host(found_inf) if followed and found_inf is not None else found_inf
-    for optimizer in end.optimizers:
+    begun = [to_host(found) if followed and isinstance(found, Tensor) else found for found in founds]
+    for optimizer, found, sent in zip(end.optimizers, founds, begun, strict=True):
         if scaler.is_enabled():
             held_back[optimizer] = _step_scaled(scaler, optimizer, followed)
-        elif found_inf is not None:
-            held = step_where_finite(optimizer, found_inf)
-            held_back[optimizer] = begun if held is found_inf else held  # type: ignore[assignment]
+        elif found is not None:
+            held = step_where_finite(optimizer, found)
+            held_back[optimizer] = sent if held is found else held  # type: ignore[assignment]
         else:
             optimizer.step()
             held_back[optimizer] = False
@@ -105,6 +109,15 @@ def _found_inf(end: AtEnd, norm: Tensor) -> bool | Tensor:
     found = holds_inf_or_nan(gradients(end.optimizers))
     end.ranks.agree([found])
     return found if end.nothing_kept is None else torch.maximum(found, end.nothing_kept.to(found))
+
+
+def _found_infs(end: AtEnd) -> list[bool | Tensor | None]:
+    """Say for each optimizer whether a gradient is not finite: on the device, or on a CPU, where a read is no wait."""
+    founds = [holds_inf_or_nan(gradients([optimizer])) for optimizer in end.optimizers]
+    end.ranks.agree(founds)
+    if (nothing := end.nothing_kept) is not None:
+        founds = [torch.maximum(found, nothing.to(found)) for found in founds]
+    return [bool(found) if _is_on_host(found) else found for found in founds]
 
 
 def clip(params: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
@@ -222,25 +235,34 @@ def needs_closure(optimizer: Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def step_by_closure(optimizer: Optimizer, scaler: LossScaler, run: Callable[[], Tensor], ranks: Ranks) -> bool:
+def step_by_closure(
+    optimizer: Optimizer, scaler: LossScaler, run: Callable[[], Tensor], ranks: Ranks, check_finite: bool
+) -> bool:
     """Let an optimizer step that evaluates the loss itself; return whether it was held back.
 
     With loss scaling, a gradient that is not finite takes back the whole step, whichever evaluation it comes from.
+    Without, only the first evaluation is looked at, if `check_finite`, when there is nothing to take back yet.
     `run` runs the window's micro-batches forward and backward, from gradients of None, and returns their unscaled loss.
     """
-    before = [p.detach().clone() for p in parameters(optimizer)]
-    state = copy.deepcopy(optimizer.state_dict())
+    undoes, looked = scaler.is_enabled(), False
+    before = [p.detach().clone() for p in parameters(optimizer)] if undoes else []
+    state = copy.deepcopy(optimizer.state_dict()) if undoes else {}
 
     def evaluate() -> Tensor:
+        nonlocal looked
         optimizer.zero_grad(set_to_none=True)
         with torch.enable_grad():
             loss = run()
-        if scaler.is_enabled():
+        if undoes:
             scaler._forget_step()  # what another evaluation unscaled
             found = scaler._unscaled_found_inf(optimizer)
-            ranks.agree([found])
-            if found.item():
-                raise _NotFinite
+        elif check_finite and not looked:
+            found, looked = holds_inf_or_nan(gradients([optimizer])), True
+        else:
+            return loss
+        ranks.agree([found])
+        if found.item():
+            raise _NotFinite
         return loss
 
     held_back = False
@@ -248,10 +270,11 @@ def step_by_closure(optimizer: Optimizer, scaler: LossScaler, run: Callable[[], 
         optimizer.step(evaluate)  # type: ignore[arg-type]
     except _NotFinite:
         held_back = True
-        with torch.no_grad():
-            for p, old in zip(parameters(optimizer), before, strict=True):
-                p.copy_(old)
-        optimizer.load_state_dict(state)
+        if undoes:
+            with torch.no_grad():
+                for p, old in zip(parameters(optimizer), before, strict=True):
+                    p.copy_(old)
+            optimizer.load_state_dict(state)
     scaler._note(optimizer, held_back)
     return held_back
 
