@@ -15,10 +15,10 @@ from passes.contract.plan import Plan
 
 from ..errors import in_short
 from ..observe.snapshot import random_state, set_random_state
-from ..view.switch import switch_views
+from ..view.switch import switch_back, switch_views
 from .scaler import Tally, require_scale
 from .state import TrainState
-from .window import ByHand, KeptMicroBatches, Window, parameters
+from .window import ByHand, Window, parameters
 
 _KEYS = ("settings", "model", "beside", "optimizers", "schedulers", "ema", "scaler", "windows", "position",
          "gradients", "rng")  # fmt: skip
@@ -27,6 +27,7 @@ MAY_DIFFER = ("policy", "max_grad_norm", "accumulate_steps")  # where it is allo
 
 def state_of(step: TrainState) -> dict[str, Any]:
     """Return the state of a step, of plain values and tensors."""
+    step.refuse_torn()
     window = step.opened or Window(step.scaler)
     return {
         **course_of(step),
@@ -96,14 +97,20 @@ def load_course(
             scheduler.load_state_dict(saved)
         if step.undecided:
             step.pending_scaler = state["scaler"]
+        elif state["settings"]["loss scaling"] == "undecided" and state["scaler"] == {}:
+            step.choose_scaler("auto")
         else:
             step.scaler.load_state_dict(state["scaler"])
         for one in random:
             set_random_state(one)
-        if switches and (switches, plan) != (step.switches, step.switched_plan):
-            switch_views(step.model, switches[-1][1] if plan is None else plan)
+        if (switches, plan) != (step.switches, step.switched_plan):
+            if switches:
+                switch_views(step.model, switches[-1][1] if plan is None else plan)
+            else:
+                switch_back(step.model, step.policies)
+            step.compile_anew()
     step.close_window()
-    step.windows, step.aborted = counts["windows"], ""
+    step.windows, step.torn = counts["windows"], False
     step.tallies = {name: Tally(counts[name]) for name in ("steps", "skipped")}
     step.skips_in_a_row = Tally(counts["skips_in_a_row"], in_a_row=True)
     step.switches, step.switched_plan = switches, plan
@@ -116,7 +123,8 @@ def _restored_on_error(step: TrainState) -> Iterator[None]:
     """Put optimizers, schedulers, scaler and random states back where a part of a state turns out not to fit."""
     parts: list[Any] = [*step.optimizers, *step.schedulers]
     attributes = [dict(vars(part)) for part in parts]  # what loads a state replaces them
-    schedulers, scaler = copy.deepcopy(([s.state_dict() for s in step.schedulers], step.scaler.state_dict()))
+    schedulers, scaling = copy.deepcopy(([s.state_dict() for s in step.schedulers], step.scaler.state_dict()))
+    scaler = step.scaler
     random, pending = random_state(), step.pending_scaler
     try:
         yield
@@ -126,7 +134,8 @@ def _restored_on_error(step: TrainState) -> Iterator[None]:
             vars(part).update(before)
         for scheduler, saved in zip(step.schedulers, schedulers, strict=True):
             scheduler.load_state_dict(saved)  # one of several has its own in it
-        step.scaler.load_state_dict(scaler)
+        step.scaler = scaler
+        scaler.load_state_dict(scaling)
         step.pending_scaler = pending
         set_random_state(random)
         raise
@@ -185,7 +194,12 @@ def _refuse_another_window(step: TrainState, state: Mapping[str, Any]) -> None:
     """Raise an error for a window that could not be opened as it was saved."""
     if state["given_scale"] is not None:
         require_scale("the scale of the state's window", state["given_scale"])
-    window = Window(step.scaler, state["given_scale"], None if state["kept"] is None else KeptMicroBatches([]))
+    if state.get("kept") is not None:
+        raise PolicyError(
+            'the state was saved within a window of on_overflow="skip_microbatch", which this version does not have: '
+            "save it at the end of a window"
+        )
+    window = Window(step.scaler, state["given_scale"])
     window.load(state)
     _ = window.share  # which reads the weights
 

@@ -97,9 +97,12 @@ class CompiledUpdate:
         stepped = [live([o]) for o in optimizers]
         states = [state_of(o) for o in optimizers]
         inverse = scaler._inverse_scale() if scaler.is_enabled() else None
+        end.begins()
         try:
             with self._rates_as_tensors(optimizers), torch.no_grad():
-                founds, norm = self.region(optimizers, stepped, states, inverse, end.nothing_kept, end.max_grad_norm)
+                founds, norm = self.region(
+                    optimizers, stepped, states, inverse, end.nothing_kept, end.max_grad_norm, end.check_finite
+                )
         except _NotCompiled:
             self.eager = "torch.compile was disabled where the step was called"
             return take_step(end)
@@ -120,7 +123,7 @@ class CompiledUpdate:
             held_back[optimizer] = held
             scaler._note(optimizer, held)
             optimizer._opt_called = True  # type: ignore[attr-defined]  # which a scheduler asks for
-        scaler._update(overflow=end.overflow)
+        scaler._update()
         return Update(held_back, norm)
 
 
@@ -131,6 +134,7 @@ def update_region(
     inverse: Tensor | None,
     nothing_kept: Tensor | None,
     max_grad_norm: float | None,
+    check_finite: bool,
 ) -> tuple[list[Tensor | None], Tensor | None]:
     """Unscale, clip and step the optimizers that have gradients; `torch.compile` compiles this.
 
@@ -141,10 +145,12 @@ def update_region(
         raise _NotCompiled
     founds: list[Tensor | None] = [nothing_kept for _ in optimizers]
     norm = None
-    if inverse is not None:
-        for index, params in enumerate(stepped):
-            found = [p.grad for p in params if p.grad is not None]
-            founds[index] = _not_finite(found)
+    for index, params in enumerate(stepped):
+        found = [p.grad for p in params if p.grad is not None]
+        if inverse is not None or (check_finite and max_grad_norm is None):
+            bad = _not_finite(found)
+            founds[index] = bad if inverse is not None or nothing_kept is None else torch.maximum(bad, nothing_kept)
+        if inverse is not None:
             for gradient in found:
                 gradient.mul_(inverse.to(gradient.device))
     if max_grad_norm is not None:

@@ -32,8 +32,11 @@ def describe(step: TrainState) -> tuple[tuple[str, str], ...]:
         rows.append(("ranks", f"{step.ranks.replicated} ranks exchange gradients once a window"))
     elif step.ranks.spread:
         rows.append(("ranks", "parameters are sharded over several ranks, which agree on whether to step"))
-    if step.on_overflow == "skip_microbatch":
-        rows.append(("on overflow", "skip_microbatch, which keeps one more set of gradients"))
+    if step.ranks.late:
+        size = sum(4 * p.numel() for p in step.model.parameters() if p.requires_grad)
+        rows.append(
+            ("reduced", f"once a window, for which each rank keeps {size:,} bytes of gradients of the whole model")
+        )
     skipped = [event for event in scaler.history if event.skipped]
     if scaler.history:
         rows.append(("steps skipped", f"{len(skipped)} of the last {len(scaler.history)}"))
@@ -64,13 +67,15 @@ def compiled_rows(compiled: CompiledStep | None) -> list[tuple[str, str]]:
 
 def reasons_to_wait(step: TrainState) -> tuple[str, ...]:
     """Return why a step waits for the device once, at the end of a window; nothing if it never waits."""
-    if not step.scaler.is_enabled() and step.max_grad_norm is None and step.on_overflow == "skip_window":
+    if not (step.scaler.is_enabled() or step.max_grad_norm is not None or step.check_finite):
         return ()
     in_graph = step.compiled is not None and step.windows > 1 and not step.compiled.update.eager
     deciding = [] if in_graph else [o for o in step.optimizers if waits(o)]
-    reasons = [f"Python decides whether {type(o).__name__} steps" for o in deciding]
+    reasons = [
+        f"Python decides whether {type(o).__name__} steps"
+        + ", which fused=True leaves to the device" * ("fused" in o.defaults)
+        for o in deciding
+    ]
     reasons += [f"{type(s).__name__} follows the steps that were taken" for s in step.schedulers]
     reasons += ["the average of the weights follows the steps that were taken"] * bool(step.averages)
-    if step.on_overflow == "skip_microbatch" and step.ranks.replicas:
-        reasons.append("ranks ask each other which gradients there are, before they exchange them")
     return tuple(dict.fromkeys(reasons))

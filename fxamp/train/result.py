@@ -61,7 +61,7 @@ class StepResult:
         >>> result.loss.shape, result.stepped, result.skipped, result.scale, result.kept, result.reason
         (torch.Size([]), True, False, 1.0, 1, 'stepped')
         >>> sorted(result.metrics())
-        ['kept', 'loss', 'lr', 'mean_loss', 'scale', 'skipped']
+        ['kept', 'loss', 'lr', 'mean_loss', 'nonfinite_losses', 'scale', 'skipped']
         >>> bool(result.mean_loss == result.loss), result.stepped_each
         (True, (True,))
     """
@@ -131,6 +131,7 @@ class StepResult:
 
         The names are "loss", "mean_loss", "scale", "skipped", "kept", "grad_norm" if it was measured, and "lr", or
         "lr/0", "lr/1" where there are several groups of parameters: the learning rates of this window.
+        "nonfinite_losses" is the number of losses in this window that are inf or NaN, whatever the gradients are.
 
         Example:
             >>> step(x, y).metrics()["scale"]
@@ -140,6 +141,9 @@ class StepResult:
         asked: dict[str, Any] = {
             "loss": self.loss, "mean_loss": self.mean_loss, "scale": self._scale, "kept": self._kept, **rates
         }  # fmt: skip
+        if self._losses:
+            losses = torch.stack([loss for loss, _ in self._losses])
+            asked["nonfinite_losses"] = (~losses.isfinite()).sum()
         if self.grad_norm is not None:
             asked["grad_norm"] = self.grad_norm
         flags = [held for held in self._flags if isinstance(held, Tensor)]

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from passes.contract.errors import PolicyError
+from passes.graph.values import LOW_DTYPES
 
 from .._torch import is_spread
 from ..capture.parameters import require_fp32
@@ -93,17 +94,17 @@ class _Extensions(NamedTuple):
 class Tally:
     """A count of updates whose flags may be on the device, where it then stays until it is read.
 
-    With `in_a_row` it begins anew with each flag that is not set.
+    With `in_a_row` it begins anew with each flag that is not set. It is `at_most` so many, as far as the host knows.
     """
 
     def __init__(self, known: int = 0, *, in_a_row: bool = False) -> None:
         self._count: int | torch.Tensor = known
-        self._in_a_row, self._at_most = in_a_row, known
+        self._in_a_row, self.at_most = in_a_row, known
 
     def add(self, flag: bool | torch.Tensor) -> None:
         """Count one more update, if the flag, of one element, is set or nonzero."""
         before = self._count
-        self._at_most += 1
+        self.at_most += 1
         if isinstance(flag, torch.Tensor):
             one = (flag.view(()) != 0).to(torch.float32)
             more = (before.to(one.device) if isinstance(before, torch.Tensor) else before) + one
@@ -111,15 +112,15 @@ class Tally:
         elif flag:
             self._count = before + 1
         elif self._in_a_row:
-            self._count = self._at_most = 0
+            self._count = self.at_most = 0
 
     def reaches(self, count: int) -> bool:
         """Say whether the count is that high; wait for the device only if there were so many updates."""
-        return self._at_most >= count and self.read() >= count
+        return self.at_most >= count and self.read() >= count
 
     def read(self) -> int:
         """Return the count."""
-        self._count = self._at_most = int(self._count)
+        self._count = self.at_most = int(self._count)
         return self._count
 
 
@@ -353,7 +354,7 @@ class LossScaler(torch.amp.GradScaler):
             >>> norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             >>> optimizer.zero_grad()
         """
-        if self._enabled:
+        if self._enabled and not {p.dtype for g in optimizer.param_groups for p in g["params"]}.isdisjoint(LOW_DTYPES):
             # GradScaler's own words come first: people search for them.
             require_fp32(self._describe(optimizer), "Attempting to unscale {kind} gradients: ")
         super().unscale_(optimizer)
@@ -374,12 +375,14 @@ class LossScaler(torch.amp.GradScaler):
             >>> scaler.get_scale()
             256.0
         """
-        self._update(new_scale)
+        looked_at = self._update(new_scale)
+        if self.max_skips is not None and self._in_a_row.reaches(self.max_skips):
+            raise collapsed(self._in_a_row, self._gradients(looked_at), f"; the loss scale is now {self.get_scale()}")
 
-    def _update(self, new_scale: float | torch.Tensor | None = None, *, overflow: torch.Tensor | None = None) -> None:
-        """Update the scale; if `overflow`, a tensor of shape (), is not 0, back off as if a step had been skipped."""
+    def _update(self, new_scale: float | torch.Tensor | None = None) -> list[Optimizer]:
+        """Update the scale, leave the limit of skipped steps to the caller, and return the optimizers looked at."""
         if not self._enabled:
-            return
+            return []
         scale, _ = self._check_scale_growth_tracker("update")
         before, limits, states = scale.clone(), self._extensions, list(self._per_optimizer_states.values())
         found_infs = [found.clone() for found in _found_infs(states)]  # torch accumulates the flags in the first tensor
@@ -388,9 +391,6 @@ class LossScaler(torch.amp.GradScaler):
             self._in_a_row.add(any(_overflowed(state) for state in states))
         elif limits.max_skips is not None and found_infs:
             self._in_a_row.add(_together(found_infs))
-        if overflow is not None:
-            for found in _found_infs(states):
-                found.copy_(torch.maximum(found, overflow.to(found)))
 
         super().update(new_scale)
 
@@ -403,9 +403,7 @@ class LossScaler(torch.amp.GradScaler):
         bad = [state["optimizer"] for state in states if state.get("overflowed")]
         culprits = _Culprits(self._gradients(bad)) if bad else ""
         self._events.append((self._updates, before, found_infs, culprits))
-        if limits.max_skips is not None and self._in_a_row.reaches(limits.max_skips):
-            named = self._gradients(state["optimizer"] for state in states if _found_infs([state]))
-            raise collapsed(self._in_a_row, named, f"; the loss scale is now {self.get_scale()}")
+        return [state["optimizer"] for state in states if _found_infs([state])]
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Set a new growth factor.
@@ -478,6 +476,8 @@ class LossScaler(torch.amp.GradScaler):
         self._extensions = extensions
         self._in_a_row = Tally(saved.get("overflows_in_a_row", 0), in_a_row=True)
         self._updates = saved.get("updates", self._updates)
+        known = [event for event in self._events if event[0] <= self._updates]
+        self._events = deque(known, maxlen=HISTORY_LENGTH)
         self._init_scale = extensions.clamp(self._init_scale)
         if self._scale is not None:
             self._scale.fill_(self._init_scale)
@@ -504,11 +504,12 @@ class LossScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, torch.Tensor]:
         # GradScaler keeps only the id of an optimizer. Every optimizer passes through here, so it is noted here.
         self._per_optimizer_states[id(optimizer)]["optimizer"] = optimizer
-        gradients = [gradient for _, gradient in self._gradients([optimizer])]
-        if not any(map(is_spread, gradients)):
+        kinds = {type(p): p for group in optimizer.param_groups for p in group["params"]}
+        if not any(map(is_spread, kinds.values())):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         # torch handles gradients of one mesh only, and asks other ranks only if the first gradient is sharded. It looks
         # at nothing but the gradients of parameters, so that their parts on this rank may stand in for these.
+        gradients = [gradient for _, gradient in self._gradients([optimizer])]
         parts = list(map(local, gradients))
         stand_ins = [part.detach() for part in parts]
         for stand_in, part in zip(stand_ins, parts, strict=True):
@@ -533,8 +534,9 @@ class LossScaler(torch.amp.GradScaler):
         for group_index, group in enumerate(optimizer.param_groups):
             names = group.get("param_names")
             for index, param in enumerate(group["params"]):
-                place = f"parameter {index} of group {group_index} (shape {tuple(param.shape)})"
-                yield self._names.get(param) or (names[index] if names else place), param
+                if not (name := self._names.get(param) or (names[index] if names else "")):
+                    name = f"parameter {index} of group {group_index} (shape {tuple(param.shape)})"
+                yield name, param
 
     def _first_bad(self, optimizers: Iterable[Optimizer]) -> str:
         """Return the name of the first gradient that is not finite, and its kind."""

@@ -21,9 +21,11 @@ from passes.contract.devices import DEVICES
 from passes.contract.errors import PolicyError
 from passes.contract.plan import Plan
 
+from .._torch import registrations
 from ..capture.graphs import is_compiled
 from ..errors import NotAModuleError
 from ..trust.census.census import CallCensus
+from ..view.switch import policies_in_force
 from ..view.view import is_view
 from . import given
 from .compiled_step import CompiledStep, require_output
@@ -33,11 +35,10 @@ from .ranks.refused import refuse_differences, refuse_unfit_model, refuse_unfit_
 from .scaler import LossScaler, Tally, require_count, require_number, require_scale
 from .update import needs_closure
 from .weights import Mode, WeightCasts
-from .window import ByHand, KeptMicroBatches, LossFunction, Window, live, parameters
+from .window import ByHand, LossFunction, Window, live, parameters
 
 logger = logging.getLogger("fxamp")
 
-_LOOKS = 500  # windows between two looks for parameters that no optimizer trains: a walk costs as much as a step
 _LENGTHS = ("step_size", "T_max", "T_0")  # after which a scheduler changes the rate, or begins again
 _EPOCHS = (10, 300)  # as many steps as runs have epochs
 
@@ -49,7 +50,7 @@ class TrainState:
         low_dtype: The low dtype of the model, None if there is none or it is not known yet.
         undecided: Whether the scaler is chosen only when the model is captured.
         pending_scaler: A state of the scaler that was loaded before that.
-        aborted: Why the last window did not come to its end; "" if it did.
+        torn: The last window was left while its optimizers stepped.
     """
 
     def __init__(
@@ -64,19 +65,16 @@ class TrainState:
         scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
         ema: AveragedModel | Sequence[AveragedModel] | None = None,
         weights: Mode = "auto",
-        on_overflow: Literal["skip_window", "skip_microbatch"] = "skip_window",
         max_skips: int = 20,
+        check_finite: bool = True,
         on_gradients: Callable[[list[Tensor]], Any] | None = None,
         census: Literal["warn", "error"] | None = None,
-        on_collapse: Literal["raise", "recolour"] = "raise",
         compile: bool | str | Mapping[str, Any] = False,
-        cuda_graph: bool = False,
         output: Literal["low", "full"] | None = None,
+        reduce: Literal["micro_batch", "window"] = "micro_batch",
     ) -> None:
-        if on_overflow not in ("skip_window", "skip_microbatch"):
-            raise PolicyError(f'on_overflow must be "skip_window" or "skip_microbatch", got {on_overflow!r}')
-        if on_collapse not in ("raise", "recolour"):
-            raise PolicyError(f'on_collapse must be "raise" or "recolour", got {on_collapse!r}')
+        given.require_one_of("reduce", reduce, ("micro_batch", "window"))
+        given.require_one_of("check_finite", check_finite, (True, False))
         if not isinstance(model, nn.Module):
             raise NotAModuleError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if loss_fn is not None and (not callable(loss_fn) or isinstance(loss_fn, Optimizer)):
@@ -89,18 +87,17 @@ class TrainState:
             require_number("max_grad_norm", max_grad_norm, "a number greater than 0, or None", lambda x: x > 0)
 
         self.loss_fn, self.accumulate_steps, self.max_grad_norm = loss_fn, accumulate_steps, max_grad_norm
-        self.max_skips, self.on_gradients, self.on_overflow = max_skips, on_gradients, on_overflow
-        self.on_collapse = on_collapse
+        self.max_skips, self.on_gradients = max_skips, on_gradients
+        self.check_finite = check_finite
         self.optimizers = given.optimizers_of(optimizer, model)
         self.schedulers = given.schedulers_of(scheduler, self.optimizers)
         self.averages = given.averages_of(ema, model)
-        settings = settings_of(compile, cuda_graph)
+        settings = settings_of(compile)
         require_output(output, settings is not None)
         given.refuse_company(
             self.optimizers,
             {
                 "max_grad_norm": max_grad_norm is not None,
-                'on_overflow="skip_microbatch"': on_overflow == "skip_microbatch",
                 "on_gradients": on_gradients is not None,
                 f"compile={compile!r}": settings is not None,
             },
@@ -108,20 +105,20 @@ class TrainState:
         if settings is not None:
             model = model_to_compile(model, settings)
         self.model = model
-        self.ranks = Ranks(model, self.optimizers)
         refuse_unfit_model(model, weights)
+        self.ranks = Ranks(model, self.optimizers, reduce)
         if weights == "auto" and settings is not None and self.ranks.replicated > 1:
             weights = "per_use"
         self.weights = WeightCasts(model, weights, accumulate_steps)
         self.compiled = None if settings is None else CompiledStep(settings, model, self.weights, output)
         self.low_dtype = given.low_dtype_of(model)
-        self.scaler = given.scaler_of(scaler, self.low_dtype)
-        self.scaler.name_parameters(model.named_parameters())
+        self.choose_scaler(scaler)
+        self.policies = policies_in_force(model)  # as it was made; `switch` sets others
         # A compiled model is converted at its first call; its low dtype is not known before.
         compiles = any(is_compiled(module) for module in model.modules())
         self.undecided = isinstance(scaler, str) and self.low_dtype is None and compiles
         self.pending_scaler: Mapping[str, Any] | None = None
-        self.windows, self.aborted = 0, ""
+        self.windows, self.torn = 0, False
         self.opened: Window | None = None
         self.switches: tuple[tuple[int, str], ...] = ()
         self.switched_plan: Plan | None = None
@@ -133,6 +130,16 @@ class TrainState:
         self.census = None if census is None else CallCensus(census)
         self._look_for_untrained()
         self._warn_of_settings()
+
+    def choose_scaler(self, scaler: object) -> None:
+        """Scale losses by what an argument means for the low dtype of the model."""
+        self.scaler = given.scaler_of(scaler, self.low_dtype)
+        self.scaler.name_parameters(self.model.named_parameters())
+
+    def compile_anew(self) -> None:
+        """Compile model and loss again, whose views follow another policy."""
+        if self.compiled is not None:
+            self.compiled = CompiledStep(self.compiled.settings, self.model, self.weights, self.compiled.output)
 
     @property
     def position(self) -> int:
@@ -155,8 +162,9 @@ class TrainState:
         return self.compiled is not None and self.compiled.settings.captures
 
     def rates(self) -> tuple[float | Tensor, ...]:
-        """Return the learning rate of each group of parameters."""
-        return tuple(group["lr"] for o in self.optimizers for group in o.param_groups if "lr" in group)
+        """Return the learning rate of each group of parameters, as it is now."""
+        rates = (group["lr"] for o in self.optimizers for group in o.param_groups if "lr" in group)
+        return tuple(rate.clone() if isinstance(rate, Tensor) else rate for rate in rates)
 
     def say(self, about: str, text: str) -> None:
         """Log a warning once."""
@@ -168,13 +176,12 @@ class TrainState:
         """Return the settings that two runs must share, so that one can continue the other."""
         return {
             "accumulate_steps": self.accumulate_steps,
-            "on_overflow": self.on_overflow,
             "loss scaling": "undecided" if self.undecided else self.scaler.kind,
             "optimizers": [type(o).__name__ for o in self.optimizers],
             "parameters": [[len(group["params"]) for group in o.param_groups] for o in self.optimizers],
             "schedulers": [type(s).__name__ for s in self.schedulers],
             "ema": len(self.averages),
-            "policy": given.policies_asked(self.model) if not self.switches else None,
+            "policy": list(dict.fromkeys(str(asked) for asked, _ in self.policies.values())),
             "max_grad_norm": self.max_grad_norm,
         }
 
@@ -184,7 +191,7 @@ class TrainState:
             return
         ranks = self.ranks
         scaled = self.scaler.is_enabled() or self.undecided
-        refuse_unfit_ranks(ranks, accumulate_steps=self.accumulate_steps, on_overflow=self.on_overflow, scaled=scaled)
+        refuse_unfit_ranks(ranks, accumulate_steps=self.accumulate_steps, scaled=scaled)
         if ranks.groups or (ranks.shared and dist.get_world_size() > 1):
             told = {
                 "the policy": given.policies_asked(self.model),
@@ -193,7 +200,6 @@ class TrainState:
                 if self.undecided
                 else {"kind": self.scaler.kind, **self.scaler.state_dict()},
                 **self.settings(),
-                "on_collapse": self.on_collapse,
                 "the number of finished windows": self.windows,
             }
             refuse_differences(told, ranks.groups, self.model)
@@ -227,22 +233,34 @@ class TrainState:
             )
         self.said.add("fp32")
 
-    def open_window(self, scale: float | None = None) -> Window:
-        """Open a window with a scale of its own, or return the one that is open; a scale other than its is refused."""
-        if scale is not None:
-            require_scale("scale", scale)
+    def refuse_torn(self) -> None:
+        """Raise PolicyError for what would go on from half a step."""
+        if self.torn:
+            raise PolicyError(
+                "the last window was left while its optimizers stepped, by an error or an interrupt, so that weights "
+                "and states of optimizers may be those of half a step: load a state, by step.load, step.load_state_dict"
+                " or fxamp.load_checkpoint"
+            )
+
+    def check_scale(self, scale: float | None) -> None:
+        """Refuse a scale that no window could be opened with, or that the open one does not have."""
+        self.refuse_torn()
+        if scale is None:
+            return
+        require_scale("scale", scale)
         window = self.opened
-        if window is not None and scale is not None and scale != window.given_scale:
+        if window is not None and scale != window.given_scale:
             raise PolicyError(
                 f"scale={scale!r} within a window that began with {window.given_scale or 'the scale of the scaler'}: "
                 "the gradients of a window add up, so they need the same scale. Change it at the start of a window."
             )
-        if window is not None:
-            return window
+
+    def open_window(self, scale: float | None = None) -> Window:
+        """Open a window with a scale of its own, or return the one that is open."""
+        if self.opened is not None:
+            return self.opened
         self._clear_stale()
         scaler = self.scaler if scale is None else LossScaler(init_scale=scale, dynamic=False)
-        kept = KeptMicroBatches(self.optimizers) if self.on_overflow == "skip_microbatch" else None
-        self.opened = Window(scaler, scale, kept)
         if self.low_dtype == torch.float16 and not scaler.is_enabled() and "unscaled" not in self.said:
             self.said.add("unscaled")
             warnings.warn(
@@ -250,15 +268,16 @@ class TrainState:
                 'Leave scaler at "auto", or give a LossScaler.',
                 stacklevel=4,
             )
+        self.opened = Window(scaler, scale)
         return self.opened
 
     def close_window(self) -> None:
-        """Leave the window that is open, without a step; do nothing if none is."""
+        """Leave the window that is open, without a step, if one is; what was cut off can be repeated."""
         self.weights.end()
         if self.opened is not None:
             self.opened.scaler._forget_step()
-            self.opened = None
             self.by_hand.after_window(self.schedulers, self._clear(in_place=self.in_place))
+            self.opened = None
 
     def _clear(self, *, in_place: bool) -> list[Tensor]:
         """Clear the gradients of model, loss and optimizers; return the parameters of optimizers that had one."""
@@ -268,7 +287,7 @@ class TrainState:
                 p.grad.detach_().zero_()
             else:
                 p.grad = None
-        if self.windows % _LOOKS == 1:
+        if self._registered != registrations():
             self._look_for_untrained()
         for p in self._untrained:
             if p.grad is not None:
@@ -277,6 +296,7 @@ class TrainState:
 
     def _look_for_untrained(self) -> None:
         """Find the parameters of the model, and of a loss that is a module, that are in no optimizer."""
+        self._registered = registrations()
         held = {id(p) for optimizer in self.optimizers for p in parameters(optimizer)}
         modules = [self.model, self.loss_fn] if isinstance(self.loss_fn, nn.Module) else [self.model]
         self._untrained = [p for module in modules for p in module.parameters() if id(p) not in held]

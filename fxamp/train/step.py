@@ -20,17 +20,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from passes.contract.devices import DEVICES
 from passes.contract.errors import PolicyError
 from passes.contract.plan import Plan
 from passes.contract.plan_format import replacing
 from passes.contract.policy import Policy
+from passes.graph.values import no_autocast
 
 from .._torch import is_spread
 from ..errors import ScaleCollapseError
 from ..observe.workload import require_loss
 from ..view.switch import switch_views
 from . import checkpoint, given
-from .collapse import first_overflow, recolour
+from .collapse import with_overflow
 from .compiled_step import CompiledStep
 from .describe import reasons_to_wait
 from .files import naming, weights_in
@@ -74,8 +76,8 @@ class TrainStep(TrainState):
         optimizer: One optimizer, or several over distinct parameters. One that evaluates the loss itself (LBFGS) has to
             be the only one; it runs the micro-batches of the window again whenever it evaluates the loss.
         scaler: A LossScaler that nothing else uses; a number for a static loss scale; None for no loss scaling. "auto"
-            is `LossScaler(min_scale=1, max_scale=2**24, max_skips=20)` for a model in FP16, else None; for a compiled
-            model this is decided at its first call.
+            is `LossScaler(min_scale=1, max_scale=2**24)` for a model in FP16, else None; for a compiled model this is
+            decided at its first call.
         accumulate_steps: Micro-batches in a window. The loss is divided by it.
         max_grad_norm: Clip the unscaled gradients of all optimizers to this norm, taken over all of them together.
             `float("inf")` measures the norm and clips nothing.
@@ -89,31 +91,32 @@ class TrainStep(TrainState):
             under DistributedDataParallel it is "per_use", since torch exchanges gradients during backward only for
             graphs that read the weights, not copies of them. `step.weights.per_use` names what is cast at every call.
             Under FSDP2 "per_step" is refused.
-        on_overflow: "skip_window" skips a step if any micro-batch had gradients that were not finite. "skip_microbatch"
-            leaves out those micro-batches, and the gradients are the mean of the others; the scale backs off in both
-            cases. "skip_microbatch" needs memory for a second set of gradients, and under DistributedDataParallel an
-            exchange of gradients after the window instead of during its last backward.
         max_skips: So many skipped steps in a row raise ScaleCollapseError, which names the first parameter and the
-            first node with a value that is not finite. A scaler's own limit wins where it is set.
+            first node with a value that is not finite; its `overflow.policy` is one that cures it, for `switch`. The
+            window is finished then: what stepped is counted, and its scheduler has stepped. The limit of a LossScaler
+            that is handed in holds where it has one.
+        check_finite: Look at gradients without loss scaling too. Where neither a scaler nor `max_grad_norm` looks at
+            them, an optimizer with a gradient that is not finite is skipped by a flag, which a fused or compiled
+            optimizer and SGD read on the device; for others the host reads it, once a window (see `waits`). False
+            lets such an optimizer step.
         on_gradients: Called once a window with the parameters that have gradients, after these are unscaled and before
             they are clipped. With it the end of a window is not compiled.
         census: "warn" or "error": watch the first call, and the next one after a graph was captured, as `fxamp.census`
             does, and say what did not run as planned in a warning or as a VerificationError. Other calls cost nothing.
-        on_collapse: "recolour" replays the last window after `max_skips` skipped steps in a row, as `find_overflow`
-            does, lets the nodes that overflow run in FP32 from then on, gives a dynamic loss scale its value from
-            before these steps, and says so in a log line and in `switches`. Where no colouring cures it, the error is
-            raised all the same. Other windows cost nothing, but keep their inputs until they end. A sharded model, and
-            losses of one's own, cannot be replayed.
         compile: With True, Inductor compiles model and loss as one graph and, from the second window on, everything
             after the last backward as another; fused optimizers are not compiled. It may also be the name of another
             backend, or a mapping of `torch.compile`'s backend, mode, options, dynamic and fullgraph. Backend "fxamp"
-            converts the model, which must not be converted yet. `compiled` counts graphs, breaks, recompiles and
+            converts the model, which must not be converted yet. With `{"mode": "reduce-overhead"}` on CUDA, gradients
+            are zeroed in place after a window, since Inductor's CUDA graphs have recorded their addresses, and one that
+            a window does not compute is zero, not None. `compiled` counts graphs, breaks, recompiles and
             uncompiled functions, and `compiled.counts` kernels, casts among them, and bytes.
         output: What a compiled step keeps of the model's output, detached: None for nothing; "low" for what was
             computed, in 16 bits where it was; "full" for the dtypes of the model itself. What is kept is stored, which
             large logits are worth only where something reads them. Uncompiled, `result.output` has the output.
-        cuda_graph: True lets Inductor capture CUDA graphs. Gradients are then zeroed in place after a window, and a
-            gradient that a window does not compute is zero, not None. Without CUDA it does nothing.
+        reduce: When FSDP2 reduces gradients over the ranks: in the backward of each "micro_batch", or once a "window",
+            in that of its last one. Between the two each rank keeps gradients of the whole model, 4 bytes a parameter,
+            which `describe` gives; such a window cannot end early. Where `set_requires_gradient_sync(False)` was called
+            it is "window".
 
     Attributes:
         scaler: The LossScaler in use; a disabled one without loss scaling.
@@ -136,7 +139,7 @@ class TrainStep(TrainState):
         >>> [step(x, y).reason for _ in range(4)]
         ['accumulating', 'stepped', 'accumulating', 'stepped']
         >>> step.waits, step.converted_model is converted
-        (('Python decides whether SGD steps',), True)
+        (('Python decides whether SGD steps, which fused=True leaves to the device',), True)
     """
 
     def __repr__(self) -> str:
@@ -182,24 +185,27 @@ class TrainStep(TrainState):
             >>> step(x, y, weight=len(x)).stepped
             True
         """
-        if self.census is None or not self.census.is_due(self.model):
-            return self._run(inputs, target, scale, weight)
-        with self._abandoning():
+        self.check_scale(scale)
+        try:
+            if self.census is None or not self.census.is_due(self.model):
+                return self._run(inputs, target, scale, weight)
             result: StepResult = self.census(self, lambda: self._run(inputs, target, scale, weight))
             return result
+        except BaseException:
+            self._abandon()
+            raise
 
     def _run(self, inputs: Any, target: Any, scale: float | None, weight: Weight) -> StepResult:
         window = self.open_window(scale)
-        with self._abandoning():
-            self._before_micro_batch()
-            with self._exchanging(window), self.weights.read():
-                with range_of("forward"):
-                    if self.compiled is None:
-                        loss, output = loss_of(self.model, self.loss_fn, inputs, target)
-                    else:
-                        loss, output = self.compiled.forward(self.loss_fn, inputs, target)
-                refuse_constant(loss, self.optimizers)
-                self._backward(window, loss, weight, (inputs, target))
+        self._before_micro_batch()
+        with self._exchanging(window), self.weights.read():
+            with range_of("forward"):
+                if self.compiled is None:
+                    loss, output = loss_of(self.model, self.loss_fn, inputs, target)
+                else:
+                    loss, output = self.compiled.forward(self.loss_fn, inputs, target)
+            refuse_constant(loss, self.optimizers)
+            self._backward(window, loss, weight, (inputs, target))
         if window.position < self.accumulate_steps:
             return self._result(window, None, output)
         return self._finish(window, output)
@@ -221,11 +227,15 @@ class TrainStep(TrainState):
             'stepped'
         """
         self._refuse_own_loss()
-        with self._abandoning():
+        self.check_scale(scale)
+        try:
             window = self.open_window(scale)
             self._before_micro_batch()
             with self._exchanging(window), self.weights.read():
                 yield window
+        except BaseException:
+            self._abandon()
+            raise
 
     def backward(self, loss: Tensor, weight: Weight = UNWEIGHTED) -> None:
         """Run backward for a loss of the model, as one micro-batch of the window.
@@ -248,16 +258,20 @@ class TrainStep(TrainState):
         self._refuse_own_loss()
         if self.opened is None and self.weights.asked != "per_use":
             self.say("forward", "a forward outside of `with step.window():` casts weights at each use")
-        window = self.open_window()
-        with self._abandoning():
+        self.refuse_torn()
+        try:
+            window = self.open_window()
             require_loss(loss)
             refuse_constant(loss, self.optimizers)
             self._backward(window, loss, weight, None)
-            if window.position == 1 and first_with_gradient(self.optimizers) is None:
+            if window.position == 1 and not self.ranks.late and first_with_gradient(self.optimizers) is None:
                 raise PolicyError(
                     "this loss gives no gradient to any parameter that the optimizers train: compute it from "
                     "step.model's output"
                 )
+        except BaseException:
+            self._abandon()
+            raise
 
     def update(self) -> StepResult:
         """End the window: unscale, clip, and step.
@@ -276,8 +290,14 @@ class TrainStep(TrainState):
         if window is None or not window.position:
             self.close_window()
             raise PolicyError("there is no window to end: call step.backward(loss) first, once a window or more often")
-        complete = window.position == self.accumulate_steps
-        return self._finish(window, None, None if complete and not self.ranks.replicas else self._seen(window))
+        complete = window.position == self.accumulate_steps and window.exchanged
+        if not complete:
+            self._refuse_unreduced(window)
+        try:
+            return self._finish(window, None, None if complete else self._seen(window))
+        except BaseException:
+            self._abandon()
+            raise
 
     def flush(self) -> StepResult:
         """End an unfinished window now, for example at the end of an epoch, and step. If no window is open, do nothing.
@@ -291,11 +311,18 @@ class TrainStep(TrainState):
             ('accumulating', 'stepped')
         """
         self._compare_ranks()
+        self.refuse_torn()
+        if self.opened is not None:
+            self._refuse_unreduced(self.opened)
         total = self.ranks.seen(self.position)
         if not total:
             return self._result(self.opened or Window(self.scaler), Update({}))
-        window = self.open_window()
-        return self._finish(window, None, self._seen(window, total))
+        try:
+            window = self.open_window()
+            return self._finish(window, None, self._seen(window, total))
+        except BaseException:
+            self._abandon()
+            raise
 
     def switch(self, policy_or_plan: Policy | Plan | str) -> None:
         """Let the model follow another policy, or a plan of it, from the next window on, for all its callers.
@@ -317,8 +344,8 @@ class TrainStep(TrainState):
             raise PolicyError("a policy is switched between two windows: call flush() first, or wait for its end")
         self.close_window()
         policy = switch_views(self.model, policy_or_plan)
-        if self.compiled is not None:
-            self.compiled = CompiledStep(self.compiled.settings, self.model, self.weights, self.compiled.output)
+        self.compile_anew()
+        self.skips_in_a_row = Tally(in_a_row=True)
         self.switched_plan = policy_or_plan if isinstance(policy_or_plan, Plan) else None
         self.switches = (*self.switches, (self.windows, str(policy)))
         self.said.discard("ranks")
@@ -405,23 +432,34 @@ class TrainStep(TrainState):
             self.compiled = CompiledStep(settings, self.model, self.weights, output)
         self.scaler.name_parameters(self.model.named_parameters())
 
-    @contextlib.contextmanager
-    def _abandoning(self) -> Iterator[None]:
-        """Abandon the window where an error leaves this context."""
+    def _abandon(self) -> None:
+        """Leave nothing of a window open, where an error or an interrupt ends a call."""
+        position = self.position
         try:
-            yield
-        except BaseException:
-            if self.position:
-                left = f"an error left a window after {self.position} of {self.accumulate_steps} micro-batches"
-                self.say("abandoned", f"{left}, whose gradients are gone: the next call begins a new window")
-            if self.accumulate_steps > 1:  # this rank is at another micro-batch than those that saw no error
-                self.said.discard("ranks")
+            self.ranks.settle()
             self.close_window()
-            raise
+        finally:  # a signal may have ended the first
+            self.close_window()
+        if position:
+            left = f"an error left a window after {position} of {self.accumulate_steps} micro-batches"
+            self.say("abandoned", f"{left}, whose gradients are gone: the next call begins a new window")
+        if self.accumulate_steps > 1:  # this rank is at another micro-batch than those that saw no error
+            self.said.discard("ranks")
+
+    def _refuse_unreduced(self, window: Window) -> None:
+        """Refuse to end a window whose gradients FSDP2 has not reduced: it does so in the backward of the last one."""
+        if self.ranks.late and window.position:
+            seen, of = window.position, self.accumulate_steps
+            raise PolicyError(
+                f"{seen} of the window's {of} micro-batches have been seen, and FSDP2 "
+                "reduces gradients in the backward of the last one, if its forward is in a `with step.window():` of "
+                "its own: complete the window, or reduce those of each micro-batch (reduce='micro_batch', "
+                "set_requires_gradient_sync(True))"
+            )
 
     def _exchanging(self, window: Window) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which replicas exchange gradients, if the micro-batch is the last of its window."""
-        return self.ranks.exchanging(window.position + 1 == self.accumulate_steps and window.kept is None)
+        return self.ranks.exchanging(window.position + 1 == self.accumulate_steps)
 
     def _backward(self, window: Window, loss: Tensor, weight: Weight, batch: Any) -> None:
         self._warn_of_fp32()
@@ -432,21 +470,19 @@ class TrainStep(TrainState):
                 f"{type(self.optimizers[0]).__name__} runs the window again itself, without weights: leave out weight="
             )
         share = window.share_of(weight, self.ranks, loss.device)
-        if window.kept is not None:
-            window.kept.before_backward()
         if loss.requires_grad:
             weighted = loss if isinstance(share, float) and share == 1 else loss * share
-            with range_of("backward"):
+            with range_of("backward"), no_autocast():
                 mean = weighted if self.accumulate_steps == 1 else weighted / self.accumulate_steps
                 window.scaler.scale(mean).backward()
+        window.exchanged = self.ranks.exchanged
         if self.compiled is not None:
             self.compiled.loss.kernels.after_backward()
-        if window.kept is not None:
-            window.kept.after_backward(share)
         detached = loss.detach().view(())
         # The next replay of a CUDA graph overwrites the loss.
         window.took(detached.clone() if self.in_place else detached, share)
-        if batch is None or not (self.closes or self.on_collapse == "recolour"):
+        # The last window before the limit of skipped steps keeps all that may have overflowed.
+        if batch is None or not (self.closes or self.skips_in_a_row.at_most + 1 >= self.max_skips):
             window.batches.clear()
         if batch is not None:
             window.batches.append(batch)
@@ -466,8 +502,7 @@ class TrainStep(TrainState):
         """Choose the scaler that "auto" means, once the model is converted."""
         self.undecided = False
         self.low_dtype = given.low_dtype_of(self.model)
-        self.scaler = given.scaler_of("auto", self.low_dtype)
-        self.scaler.name_parameters(self.model.named_parameters())
+        self.choose_scaler("auto")
         if self.pending_scaler:
             self.scaler.load_state_dict(dict(self.pending_scaler))
         if window.given_scale is None:
@@ -481,37 +516,21 @@ class TrainStep(TrainState):
 
     def _finish(self, window: Window, output: Any, total: int | None = None) -> StepResult:
         """End a window; `total` is the number of micro-batches of all ranks, if they end it early."""
-        self.weights.end()
-        self.aborted, rates, before = "an error left it", self.rates(), self.windows
-        try:
-            with range_of("update"):
-                update, mean = self._end(window, total)
-            self.windows += 1
-            result = self._result(window, update, output, mean.kept, rates)
-            self._count(window, update)
-        except ScaleCollapseError as error:
-            if self.windows == before:  # the scaler raised it
-                self.tallies["skipped"].add(True)
-            self.windows = before + 1
-            self.close_window()
-            self._recover(window, error)
-            result = self._result(window, Update(dict.fromkeys(self.optimizers, True)), output, None, rates)
-        finally:
-            self.close_window()
-        self.aborted = ""
+        self._autocasts = [(d, torch.get_autocast_dtype(d)) for d in DEVICES if torch.is_autocast_enabled(d)]
+        rates = self.rates()
+        with range_of("update"), no_autocast():
+            update, mean = self._end(window, total)
+        self.windows += 1
+        result = self._result(window, update, output, mean.kept, rates)
+        error = self._count(window, update)
+        self.torn = False
+        self.close_window()
+        if error is not None:
+            raise with_overflow(error, self, window)
         return result
 
-    def _recover(self, window: Window, error: ScaleCollapseError) -> None:
-        """Go on after a last skipped step, with what overflowed in FP32, if that is wanted and a cure; else raise."""
-        recolours = self.on_collapse == "recolour"
-        found = first_overflow(self, window, cured=recolours)
-        if recolours and recolour(self, window, found, self.switch):
-            self.skips_in_a_row = Tally(in_a_row=True)
-        elif found is None:
-            raise error
-        else:
-            first, *_ = str(found).splitlines()
-            raise ScaleCollapseError(f"{error} The first overflow is {first}.") from error
+    def _begin(self) -> None:
+        self.torn = True
 
     def _end(self, window: Window, total: int | None) -> tuple[Update, Mean]:
         early = total is not None
@@ -525,13 +544,16 @@ class TrainStep(TrainState):
         window.scale  # noqa: B018 - read before the update changes it
         if self.closes:
             share = mean.kept / self.ranks.replicated
-            held = step_by_closure(live[0], window.scaler, lambda: self._run_again(window, share, early), self.ranks)
-            window.scaler.update()
+            held = step_by_closure(
+                live[0], window.scaler, lambda: self._run_again(window, share, early), self.ranks, self.check_finite,
+                self._begin,
+            )  # fmt: skip
+            window.scaler._update()
             update = Update({live[0]: held})
         else:
             end = AtEnd(
-                window.scaler, live, self.max_grad_norm, self.ranks, mean.nothing, mean.overflow, self.on_gradients,
-                followed=bool(self.schedulers or self.averages),
+                window.scaler, live, self.max_grad_norm, self.ranks, mean.nothing, self.on_gradients,
+                followed=bool(self.schedulers or self.averages), check_finite=self.check_finite, begins=self._begin,
             )  # fmt: skip
             update = take_step(end) if self.compiled is None else self.compiled.update(end)
         return update._replace(held_back=self._follow(update)), mean
@@ -547,7 +569,10 @@ class TrainStep(TrainState):
         with self.weights.window():
             for index, (inputs, target) in enumerate(window.batches):
                 with self.ranks.exchanging(not early and index + 1 == count):
-                    loss = loss_of(self.model, self.loss_fn, inputs, target)[0] / share
+                    with contextlib.ExitStack() as caller:
+                        for device, dtype in self._autocasts:
+                            caller.enter_context(torch.autocast(device, dtype))
+                        loss = loss_of(self.model, self.loss_fn, inputs, target)[0] / share
                     window.scaler.scale(loss).backward()
                     losses.append(loss.detach())
         if not self.ranks.groups:
@@ -576,11 +601,11 @@ class TrainStep(TrainState):
                 one.update_parameters(self.model)
         return known
 
-    def _count(self, window: Window, update: Update) -> None:
-        """Count steps and skips, without waiting for the device; raise after `max_skips` in a row."""
+    def _count(self, window: Window, update: Update) -> ScaleCollapseError | None:
+        """Count steps and skips, without waiting for the device; return the error of `max_skips` in a row."""
         flags = [bool(held) if isinstance(held, HostFlag) else held for held in update.held_back.values()]
         if not flags:
-            return
+            return None
         known = [flag for flag in flags if isinstance(flag, bool)]
         skipped: bool | Tensor = any(known)
         stepped: bool | Tensor = not all(known)
@@ -590,22 +615,23 @@ class TrainStep(TrainState):
         self.tallies["skipped"].add(skipped)
         self.tallies["steps"].add(stepped)
         self.skips_in_a_row.add(skipped)
-        if skipped is True and not window.scaler.is_enabled():
-            bad = self.scaler._first_bad(self.optimizers)
+        scaler, limit = self.scaler, window.scaler.max_skips or self.max_skips
+        if skipped is True and not scaler.is_enabled():
             self.say(
                 "skip",
-                f"a step was skipped, because gradients are not finite, first {bad}; with max_skips="
-                f"{self.max_skips} in a row that is an error",
+                f"a step was skipped, because gradients are not finite, first {scaler._first_bad(self.optimizers)}; "
+                f"with max_skips={limit} in a row that is an error",
             )
-        if window.scaler.max_skips is None and self.skips_in_a_row.reaches(self.max_skips):
-            raise collapsed(self.skips_in_a_row, self.scaler._gradients(self.optimizers))
+        if not self.skips_in_a_row.reaches(limit):
+            return None
+        more = f"; the loss scale is now {scaler.get_scale()}" if scaler.is_enabled() else ""
+        return collapsed(self.skips_in_a_row, scaler._gradients(self.optimizers), more)
 
     def _result(
         self, window: Window, update: Update | None, output: Any = None, kept: int | Tensor | None = None,
         rates: tuple[float | Tensor, ...] | None = None,
     ) -> StepResult:  # fmt: skip
         """Make the result of a call: `update` is None in an unfinished window, `kept` counts its micro-batches."""
-        own = window.kept.kept if window.kept is not None else window.position
         return StepResult(
             window.losses[-1][0] if window.losses else torch.tensor(math.nan),
             None if update is None else update.grad_norm,
@@ -613,7 +639,7 @@ class TrainStep(TrainState):
             update is None,
             tuple(None if update is None else update.held_back.get(o) for o in self.optimizers),
             window.scale,
-            own if kept is None else kept,
+            window.position if kept is None else kept,
             tuple(window.losses),
             self.rates() if rates is None else rates,
         )

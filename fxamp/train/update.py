@@ -39,10 +39,11 @@ class AtEnd(NamedTuple):
     Attributes:
         optimizers: Those that have gradients, with the scaler's scale in them.
         max_grad_norm: The norm to which all gradients together are clipped; None neither clips nor measures.
-        nothing_kept: A flag on the device, nonzero if every micro-batch was left out.
-        overflow: A flag on the device, nonzero where the scale backs off though the optimizers may step.
+        nothing_kept: A flag on the device, nonzero if every weight of a micro-batch was 0.
         on_gradients: Called with the parameters, once their gradients are unscaled.
         followed: Whether the host will ask which steps were taken: the answers are sent there before the steps.
+        check_finite: Whether gradients that are not finite hold an optimizer back without loss scaling and clipping.
+        begins: Called when nothing but the steps themselves is left to do.
     """
 
     scaler: LossScaler
@@ -50,9 +51,10 @@ class AtEnd(NamedTuple):
     max_grad_norm: float | None
     ranks: Ranks
     nothing_kept: Tensor | None = None
-    overflow: Tensor | None = None
     on_gradients: Callable[[list[Tensor]], Any] | None = None
     followed: bool = False
+    check_finite: bool = True
+    begins: Callable[[], object] = lambda: None
 
 
 def take_step(end: AtEnd) -> Update:
@@ -62,7 +64,7 @@ def take_step(end: AtEnd) -> Update:
     """
     scaler, ranks, followed = end.scaler, end.ranks, end.followed
     grad_norm = None
-    found_inf: bool | Tensor | None = end.nothing_kept
+    founds: list[bool | Tensor | None] = [end.nothing_kept] * len(end.optimizers)
     if end.max_grad_norm is not None or end.on_gradients is not None or ranks.decide_apart:
         for optimizer in end.optimizers:
             scaler.unscale_(optimizer)
@@ -77,20 +79,23 @@ def take_step(end: AtEnd) -> Update:
             ranks.agree(changed)
             scaler._join_found_inf(end.optimizers, changed)
         else:
-            found_inf = _found_inf(end, grad_norm)
+            founds = [_found_inf(end, grad_norm)] * len(founds)
         clip(live(end.optimizers), end.max_grad_norm, grad_norm)
+    elif end.check_finite and not scaler.is_enabled():
+        founds = _found_infs(end)
     held_back: dict[Optimizer, HeldBack] = {}
-    begun = to_host(found_inf) if followed and found_inf is not None else found_inf
-    for optimizer in end.optimizers:
+    begun = [to_host(found) if followed and isinstance(found, Tensor) else found for found in founds]
+    end.begins()
+    for optimizer, found, sent in zip(end.optimizers, founds, begun, strict=True):
         if scaler.is_enabled():
             held_back[optimizer] = _step_scaled(scaler, optimizer, followed)
-        elif found_inf is not None:
-            held = step_where_finite(optimizer, found_inf)
-            held_back[optimizer] = begun if held is found_inf else held  # type: ignore[assignment]
+        elif found is not None:
+            held = step_where_finite(optimizer, found)
+            held_back[optimizer] = sent if held is found else held  # type: ignore[assignment]
         else:
             optimizer.step()
             held_back[optimizer] = False
-    scaler._update(overflow=end.overflow)
+    scaler._update()
     return Update(held_back, grad_norm)
 
 
@@ -105,6 +110,15 @@ def _found_inf(end: AtEnd, norm: Tensor) -> bool | Tensor:
     found = holds_inf_or_nan(gradients(end.optimizers))
     end.ranks.agree([found])
     return found if end.nothing_kept is None else torch.maximum(found, end.nothing_kept.to(found))
+
+
+def _found_infs(end: AtEnd) -> list[bool | Tensor | None]:
+    """Say for each optimizer whether a gradient is not finite: on the device, or on a CPU, where a read is no wait."""
+    founds = [holds_inf_or_nan(gradients([optimizer])) for optimizer in end.optimizers]
+    end.ranks.agree(founds)
+    if (nothing := end.nothing_kept) is not None:
+        founds = [torch.maximum(found, nothing.to(found)) for found in founds]
+    return [bool(found) if _is_on_host(found) else found for found in founds]
 
 
 def clip(params: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
@@ -222,25 +236,38 @@ def needs_closure(optimizer: Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def step_by_closure(optimizer: Optimizer, scaler: LossScaler, run: Callable[[], Tensor], ranks: Ranks) -> bool:
+def step_by_closure(
+    optimizer: Optimizer, scaler: LossScaler, run: Callable[[], Tensor], ranks: Ranks, check_finite: bool,
+    begins: Callable[[], object],
+) -> bool:  # fmt: skip
     """Let an optimizer step that evaluates the loss itself; return whether it was held back.
 
     With loss scaling, a gradient that is not finite takes back the whole step, whichever evaluation it comes from.
+    Without, only the first evaluation is looked at, if `check_finite`, when there is nothing to take back yet.
     `run` runs the window's micro-batches forward and backward, from gradients of None, and returns their unscaled loss.
+    `begins` is called after the first evaluation, when weights begin to change.
     """
-    before = [p.detach().clone() for p in parameters(optimizer)]
-    state = copy.deepcopy(optimizer.state_dict())
+    undoes, evaluated = scaler.is_enabled(), False
+    before = [p.detach().clone() for p in parameters(optimizer)] if undoes else []
+    state = copy.deepcopy(optimizer.state_dict()) if undoes else {}
 
     def evaluate() -> Tensor:
+        nonlocal evaluated
         optimizer.zero_grad(set_to_none=True)
         with torch.enable_grad():
             loss = run()
-        if scaler.is_enabled():
+        if undoes:
             scaler._forget_step()  # what another evaluation unscaled
             found = scaler._unscaled_found_inf(optimizer)
-            ranks.agree([found])
-            if found.item():
-                raise _NotFinite
+        else:
+            looks = check_finite and not evaluated
+            found = holds_inf_or_nan(gradients([optimizer])) if looks else torch.zeros(())
+        ranks.agree([found])
+        if found.item():
+            raise _NotFinite
+        if not evaluated:
+            evaluated = True
+            begins()
         return loss
 
     held_back = False
@@ -248,10 +275,11 @@ def step_by_closure(optimizer: Optimizer, scaler: LossScaler, run: Callable[[], 
         optimizer.step(evaluate)  # type: ignore[arg-type]
     except _NotFinite:
         held_back = True
-        with torch.no_grad():
-            for p, old in zip(parameters(optimizer), before, strict=True):
-                p.copy_(old)
-        optimizer.load_state_dict(state)
+        if undoes:
+            with torch.no_grad():
+                for p, old in zip(parameters(optimizer), before, strict=True):
+                    p.copy_(old)
+            optimizer.load_state_dict(state)
     scaler._note(optimizer, held_back)
     return held_back
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from torch import nn
@@ -33,6 +34,20 @@ def switch_views(model: nn.Module, policy_or_plan: Policy | Plan | str) -> Polic
     for runner, settled, part in changes:
         runner.switch(policy, settled, part)
     return policy
+
+
+def policies_in_force(model: nn.Module) -> dict[str, tuple[Policy, Plan | None]]:
+    """Return what each view in a model follows, by its path: the policy that was asked for, and the plan."""
+    views = {path: runner_of(module) for path, module in model.named_modules() if is_view(module)}
+    return {path: (runner.graphs.asked, runner.graphs.replayed) for path, runner in views.items()}
+
+
+def switch_back(model: nn.Module, policies: Mapping[str, tuple[Policy, Plan | None]]) -> None:
+    """Let the views of a model follow again what they did when `policies_in_force` was asked."""
+    for path, (asked, replayed) in policies.items():
+        runner = runner_of(model.get_submodule(path))
+        if (runner.graphs.asked, runner.graphs.replayed) != (asked, replayed):
+            runner.switch(asked, _settled(runner, asked), replayed)
 
 
 def _part(plan: Plan, prefix: str) -> Plan:

@@ -8,11 +8,11 @@ import time
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fxamp
@@ -25,19 +25,18 @@ def take_one(wrap: dict[str, Any], settings: dict[str, Any]) -> None:
     step_of(DistributedDataParallel(blocks(), **wrap), **settings)(X[0])
 
 
-@pytest.mark.parametrize("settings", [{"accumulate_steps": 2}, {"on_overflow": "skip_microbatch"}], ids=str)
-def test_a_static_graph_with_a_backward_that_exchanges_nothing(two: Workers, settings: dict[str, Any]) -> None:
+def test_a_static_graph_with_a_backward_that_exchanges_nothing(two: Workers) -> None:
+    settings = {"accumulate_steps": 2}
     refused(two, take_one, {"static_graph": True}, settings, match="static_graph=True.* Leave static_graph out, or")
 
 
-def take_one_hooked() -> None:
-    replica = DistributedDataParallel(blocks())
-    replica.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    step_of(replica, on_overflow="skip_microbatch")(X[0])
+def shard_by_the_first() -> None:
+    model = nn.Sequential(converted(BF16), nn.Linear(2, 2))
+    step_of(FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True), max_grad_norm=0.1)
 
 
-def test_a_hook_that_an_exchange_after_backward_would_pass_by(two: Workers) -> None:
-    refused(two, take_one_hooked, match="without calling the communication hook 'fp16_compress_hook': leave out")
+def test_the_first_fully_sharded_data_parallel(two: Workers) -> None:
+    refused(two, shard_by_the_first, match="the model is a FullyShardedDataParallel.*fully_shard")
 
 
 def take_one_forgotten() -> None:

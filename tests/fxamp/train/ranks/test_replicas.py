@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Iterator
@@ -14,9 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
 
 import fxamp
-from tests.support.small import BF16, FP16, INF, SCALER, X, blocks, converted, step_of, weights_of
+from fxamp.train import window as window_file
+from tests.support.small import BF16, FP16, INF, SCALER, X, blocks, converted, loss_of, step_of, weights_of
+from tests.support.training import WeightCasts
 from tests.support.workers import Workers, refused
 
 SMALL_BUCKETS = 0.001  # MB: every layer has one of its own
@@ -70,6 +74,74 @@ def test_a_window_exchanges_gradients_once(weights: Any, compile: bool | str) ->
     assert all(map(torch.equal, model.parameters(), alone.parameters()))
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_a_window_of_ones_own_exchanges_gradients_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(window_file, "exchange", lambda *_: pytest.fail("exchanged after backward"))
+    model, alone = converted(BF16), converted(BF16)
+    replica = DistributedDataParallel(model)
+    exchanges = count_exchanges(replica)
+    step, other = step_of(replica, accumulate_steps=2), step_of(alone, accumulate_steps=2)
+    for x in X[:4]:
+        with step.window() as window:
+            step.backward(loss_of(step.model(x)))
+        other(x)
+        if window.position == 2:
+            step.update()
+    assert len(exchanges) == 2
+    assert all(map(torch.equal, model.parameters(), alone.parameters()))
+
+
+def window_by_hand(x: Tensor) -> list[Tensor]:
+    """Train with windows of one's own, of which no forward exchanges gradients, and which all end with `update`."""
+    replica = DistributedDataParallel(converted(BF16))
+    step = step_of(replica, accumulate_steps=2)
+    own = mine(x, 2)
+    for first, second in zip(own[::2], own[1::2], strict=True):
+        with step.window():
+            step.backward(loss_of(step.model(first)))
+            step.backward(loss_of(step.model(second)))
+        step.update()
+    return weights_of(replica)
+
+
+def test_a_window_of_ones_own_whose_backwards_exchange_nothing_does_so_at_its_end(two: Workers) -> None:
+    first, second = two(window_by_hand, X[:8])
+    assert all(map(torch.equal, first, second))
+    expected = alone(X[:8], 2, policy=BF16, accumulate_steps=2)[3]
+    for ours, theirs in zip(first, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+
+
+def loop(x: Tensor, once: bool) -> tuple[list[Tensor], list[Tensor], list[int]]:
+    """Train in a loop of one's own, with windows of two; return losses, weights, and casts of weights by step."""
+    model = converted(BF16)
+    replica = DistributedDataParallel(model)
+    optimizer = AdamW(model.parameters(), lr=0.01, fused=True)
+    losses: list[Tensor] = []
+    own = mine(x, 2)
+    scope: Any = fxamp.cast_once(replica) if once else contextlib.nullcontext()
+    with scope, WeightCasts(model) as casts:
+        for first, second in zip(own[::2], own[1::2], strict=True):
+            with replica.no_sync():
+                losses.append(loss_of(replica(first)))
+                losses[-1].backward()
+            losses.append(loss_of(replica(second)))
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [loss.detach() for loss in losses], weights_of(replica), casts.by_step
+
+
+def test_a_loop_on_two_ranks_casts_each_weight_once_a_step_and_trains_to_the_same_bits(two: Workers) -> None:
+    for (expected, trained, per_use), (losses, weights, casts) in zip(
+        two(loop, X[:16], False), two(loop, X[:16], True), strict=True
+    ):
+        assert all(map(torch.equal, losses, expected))
+        assert all(map(torch.equal, weights, trained))
+        assert per_use == [20] * 4
+        assert casts[1:] == [10] * 3
+
+
 def train(x: Tensor, wrap: dict[str, Any], settings: dict[str, Any]) -> list[Any]:
     """Train on this rank's share; return scales, which steps were skipped, how many were kept, and the weights."""
     policy = settings.pop("policy", BF16)
@@ -114,15 +186,6 @@ def test_two_ranks_train_as_one_that_takes_their_batches_as_micro_batches(two: W
     one = alone(OVERFLOWS, 2, **settings)
     assert one[1] == [False, False, True, False, False, False]
     assert one[0][2] == 2 * one[0][3]
-    assert_as_alone(ranks, one)
-
-
-def test_a_micro_batch_that_overflows_on_one_rank_alone_is_left_out_alone(two: Workers) -> None:
-    settings = {"policy": FP16, "scaler": SCALER, "accumulate_steps": 2, "on_overflow": "skip_microbatch"}
-    ranks = two(train, OVERFLOWS, {"gradient_as_bucket_view": True}, settings)
-    one = alone(OVERFLOWS, 2, **settings)
-    assert one[2] == [4, 4, 3, 4, 4, 4]
-    assert not any(one[1])
     assert_as_alone(ranks, one)
 
 
@@ -177,9 +240,9 @@ def test_a_parameter_that_some_rank_uses_is_trained_on_all_and_no_other(two: Wor
     torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
-def flush(counts: list[int], settings: dict[str, Any]) -> list[Any]:
+def flush(counts: list[int]) -> list[Any]:
     replica = DistributedDataParallel(converted(FP16))
-    step = step_of(replica, accumulate_steps=4, scaler=SCALER, **settings)
+    step = step_of(replica, accumulate_steps=4, scaler=SCALER)
     rank = dist.get_rank()
     results = []
     for window in range(2):
@@ -191,18 +254,15 @@ def flush(counts: list[int], settings: dict[str, Any]) -> list[Any]:
     return [[r.scale for r in results], [r.skipped for r in results], [r.kept for r in results], weights_of(replica)]
 
 
-@pytest.mark.parametrize("settings", [{}, {"on_overflow": "skip_microbatch"}], ids=str)
 @pytest.mark.parametrize("counts", [[1, 3], [3, 0]], ids=str)
-def test_the_last_micro_batches_of_an_epoch_may_be_more_on_one_rank(
-    two: Workers, counts: list[int], settings: dict[str, Any]
-) -> None:
+def test_the_last_micro_batches_of_an_epoch_may_be_more_on_one_rank(two: Workers, counts: list[int]) -> None:
     model = converted(FP16)
-    step = step_of(model, accumulate_steps=4, scaler=SCALER, **settings)
+    step = step_of(model, accumulate_steps=4, scaler=SCALER)
     for window in range(2):
         for x in X[4 * window :][: sum(counts)]:
             step(x)
         step.flush()
-    for rank in two(flush, counts, settings):
+    for rank in two(flush, counts):
         assert rank[1:3] == [[False] * 2, [sum(counts)] * 2]
         torch.testing.assert_close(rank[3], weights_of(model), rtol=0, atol=1e-6)
 

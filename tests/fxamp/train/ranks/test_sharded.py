@@ -13,9 +13,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import AdamW
 
 import fxamp
+from fxamp.train.describe import describe
+from passes.contract.errors import PolicyError
 from tests.fxamp.train.ranks.test_replicas import OVERFLOWS, alone, assert_as_alone, mine
 from tests.support.ranks import shard
-from tests.support.small import FP16, INF, SCALER, X, blocks, converted, step_of, weights_of
+from tests.support.small import BF16, FP16, SCALER, X, blocks, converted, step_of, weights_of
 from tests.support.workers import Workers, refused
 
 WINDOW: dict[str, Any] = {"scaler": SCALER, "accumulate_steps": 2, "max_grad_norm": 0.05}
@@ -55,7 +57,7 @@ def train(model: dict[str, Any], x: Tensor, settings: dict[str, Any]) -> list[An
     replica = sharded(**model)
     step = step_of(replica, **settings)
     results = [r for r in map(step, mine(x, settings.get("accumulate_steps", 1))) if r.reason != "accumulating"]
-    ranks_of_all = [r.kept * (2 if step.on_overflow == "skip_window" else 1) for r in results]
+    ranks_of_all = [2 * r.kept for r in results]
     culprits = [event.culprit for event in step.scaler.history if event.skipped]
     return [[r.scale for r in results], [r.skipped for r in results], ranks_of_all, weights_of(replica), culprits]
 
@@ -77,17 +79,6 @@ def test_shards_train_as_one_process_that_takes_their_batches_as_micro_batches(
     assert_as_alone(ranks, alone(OVERFLOWS, 2, policy=FP16, **WINDOW))
     assert ranks[0][4] == ranks[1][4]
     assert ranks[0][4][0].endswith("norm.weight (NaN)")
-
-
-def test_a_micro_batch_that_overflows_on_one_rank_is_left_out_on_all(two: Workers) -> None:
-    settings = {"scaler": SCALER, "accumulate_steps": 2, "on_overflow": "skip_microbatch"}
-    ranks = two(train, {"how": "converted"}, OVERFLOWS, settings)
-    together = OVERFLOWS.clone()
-    together[8] = INF  # what the first rank has at the same time
-    one = alone(together, 2, policy=FP16, **settings)
-    one[2] = [kept // 2 for kept in one[2]]
-    assert one[2] == [2, 2, 1, 2, 2, 2]
-    assert_as_alone(ranks, one)
 
 
 def train_fused(skip: bool) -> list[Any]:
@@ -144,3 +135,35 @@ def shard_inside() -> list[Any]:
 
 def test_a_part_of_a_model_that_was_converted_as_a_whole_may_be_sharded_by_itself(two: Workers) -> None:
     assert_as_alone(two(shard_inside), alone(OVERFLOWS, 2, policy=FP16, **WINDOW))
+
+
+def reduce(how: str, x: Tensor) -> tuple[list[Tensor], list[bool], str]:
+    """Train with windows of two; return weights, whether there are reduced gradients within each, and texts."""
+    replica = sharded("whole", BF16)
+    if how == "asked of FSDP":
+        replica.set_requires_gradient_sync(False)
+    step = step_of(replica, accumulate_steps=2, reduce="window" if how == "window" else "micro_batch")
+    reduced = []
+    for one in mine(x, 2):
+        if not step(one).stepped:
+            reduced.append(any(p.grad is not None for p in replica.parameters()))
+    weights = weights_of(replica)
+    step(mine(x, 2)[0])
+    error = ""
+    try:
+        step.flush()
+    except PolicyError as e:
+        error = str(e)
+    return weights, reduced, f"{dict(describe(step)).get('reduced', '')} {error}"
+
+
+def test_gradients_are_reduced_in_each_micro_batch_or_once_a_window(two: Workers) -> None:
+    (weights, each, text), *_ = two(reduce, "micro_batch", X[:8])
+    assert (each, text.strip()) == ([True, True], "")
+    for how in ("window", "asked of FSDP"):
+        (other, once, text), *_ = two(reduce, how, X[:8])
+        assert once == [False, False]
+        assert "bytes of gradients of the whole model" in text
+        assert "complete the window" in text
+        for ours, theirs in zip(other, weights, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
