@@ -502,7 +502,7 @@ def _is_safe(run: Simulation, site: Site) -> bool:
     if site.row.sensitive == "range" and run.low is not torch.bfloat16:
         return False
     facts = facts_of(site.node, run.device, run.low)
-    return facts.rounds_once and facts.scatters
+    return facts.rounds_once and facts.scatters and (not facts.sums_low or bool(site.row.affine))  # see `SplitNorms`
 
 
 def _lowers(run: Simulation, site: Site) -> bool:

@@ -108,6 +108,8 @@ def _is_insensitive(c: _Candidate) -> bool:
         and not any(o.node in extreme or o.node in state.upcast for o in c.floats)
         # A low value has touched it, or it only moves values: what is computed from FP32 alone stays FP32.
         and (c.touched or c.row.commutes != "")
+        # An FP32 value has the gradients of all its readers summed in FP32.
+        and not (c.grad and c.facts.sums_low and c.simulation.dtypes[c.node] == torch.float32)
         and not lacks_low_kernel(state, c.node, c.row, state.low)
     )
 

@@ -44,7 +44,8 @@ ROWS = (
     # on CUDA no kernel takes FP32 weights beside a low input
     *group(Kinds(FP32, cpu=FOLLOW), "normalises: sums and divides",
         of("layer_norm",
-            uncast="weight bias", out="first", bounded=True, normalizes="normalized_shape", no_low="cuda",
+            uncast="weight bias", affine="weight bias",
+            out="first", bounded=True, normalizes="normalized_shape", no_low="cuda",
             leaves="native_layer_norm native_layer_norm_backward",
         ),
         of("group_norm",

@@ -80,6 +80,7 @@ class Operands:
     Attributes:
         cast_arguments: Arguments that are cast; () for every floating one.
         uncast: Arguments that are never cast to low: statistics, affine parameters, tables.
+        affine: Arguments that are applied to its result, so that another op may apply them.
         same_dtype: The kernel rejects operands of different float dtypes, so all of them are cast to one.
         widens: Devices whose autocast casts the operands to the widest of their dtypes, as the backward then has them.
         promotes_inside: The kernel accepts operands of several floating dtypes, and casts the narrower ones up as it
@@ -103,6 +104,7 @@ class Operands:
 
     cast_arguments: tuple[str, ...] = ()
     uncast: tuple[str, ...] = ()
+    affine: tuple[str, ...] = ()
     same_dtype: bool = False
     widens: tuple[str, ...] = ()
     promotes_inside: bool = False
