@@ -48,6 +48,7 @@ from .kernels import (
     operand_casts,
     results_under_autocast,
 )
+from .retained import retained
 from .simulate import Simulation, Site
 from .user_casts import Intent, meaning, observed, uncopied_without_grad
 
@@ -372,6 +373,7 @@ class PolicyRules(AutocastRules):
         low, graph, find = self.level.stores_low, run.graph, run.aliases.find
         uncopied = uncopied_without_grad(graph, run.original) if low else ()
         run.islands = islands(graph) if low else frozenset()
+        run.retained = retained(run) if low and not self.level.rounds_sensitive else {}
         run.pinned = {find(v) for v in observed(graph) if run.original[v] == torch.float32}
         run.pinned |= {find(v) for v in uncopied if run.under_autocast(v) == run.original[v]}
         while True:
@@ -389,6 +391,8 @@ class PolicyRules(AutocastRules):
                 return choice
         if site.node in run.islands:
             return fp32(run, site, Code.ISLAND("a norm written by hand is FP32 throughout"))
+        if site.node in run.retained:
+            return fp32(run, site, run.retained[site.node])
         if self.level.stores_low:
             site = self._at_level(run, site)
             if site.kind in (PROMOTE, FOLLOW) and not moves_written(run, site) and _lowers(run, site):
@@ -477,7 +481,7 @@ class PolicyRules(AutocastRules):
             return LOW if row.gives in ("float", "first") and not row.commutes else several
         if row.loss:  # FP32, except a loss that only selects values
             return FOLLOW if facts_of(node, run.device, run.low).commutes_forward else FP32
-        if accumulates(node, row) or (row.sensitive and not _is_safe(run, site)):
+        if accumulates(node, row) or (row.sensitive and not _is_safe(run, site)) or _is_square(run, site):
             return FP32
         return several if kind == FP32 else kind
 
@@ -503,6 +507,13 @@ def _is_safe(run: Simulation, site: Site) -> bool:
         return False
     facts = facts_of(site.node, run.device, run.low)
     return facts.rounds_once and facts.scatters and (not facts.sums_low or bool(site.row.affine))  # see `SplitNorms`
+
+
+def _is_square(run: Simulation, site: Site) -> bool:
+    """Say whether a call multiplies a value with itself, which leaves the range of FP16 as a power does."""
+    product = "product" in site.row.in_norm and run.low is not torch.bfloat16
+    factors = {str((o.node.target, o.node.args, o.node.kwargs)) for o in site.floats if product}
+    return len(site.floats) > 1 and len(factors) == 1
 
 
 def _lowers(run: Simulation, site: Site) -> bool:

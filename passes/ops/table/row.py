@@ -167,6 +167,7 @@ class Numerics:
         normalizes: The argument with the sizes that the op normalises over: numbers below the root of their product.
         limits: The op clamps a value to numbers among its arguments: "" (no), "bounds", or "from_one" if the number is
             the distance from zero and from one.
+        chooses: The result changes by steps: an index, a rounded number, a truth value.
         holds_eps: The kernel holds its eps in FP32, whatever the dtypes of its operands.
     """
 
@@ -180,6 +181,7 @@ class Numerics:
     at_most: float | None = None
     normalizes: str = ""
     limits: str = ""
+    chooses: bool = False
     holds_eps: bool = False
 
 
