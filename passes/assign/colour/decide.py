@@ -21,6 +21,7 @@ from ...contract.policy import Level, module_override, op_override
 from ...contract.reasons import AS_AUTOCAST, CAST, OVERRIDE, REGION, Code, Reason
 from ...form import Choice, Clamp, SetDtype, UnderAutocast
 from ...graph.aliases import is_in_place, may_alias, may_write, mutated_operands, out_operands
+from ...graph.grad import requires_grad
 from ...graph.islands import islands
 from ...graph.notes import DECOMPOSE, note_of, region_on
 from ...graph.values import (
@@ -279,6 +280,15 @@ def _unknown(run: Simulation, site: Site) -> Choice:
     return _like_its_reference(run, site) or keep(run, site, Code.KEEP(site.row.reason))
 
 
+def casts_again(run: Simulation, node: Node) -> bool:
+    """Say whether autocast casts an input of a recurrence several times, and sums gradients of these casts in FP32."""
+    row = row_of(node)
+    if not row.recurrent or not ops.argument(node, row.casts_again):
+        return False
+    value = node.all_input_nodes[0]
+    return run.dtypes[value] == torch.float32 and value in requires_grad(run.graph)
+
+
 def runs_whole(site: Site) -> bool:
     """Say whether no rule covers a call that can be given a region of autocast, of known results.
 
@@ -402,7 +412,8 @@ class PolicyRules(AutocastRules):
         if (site.kind == LOW or reads) and lacks_low_kernel(run, site.node, site.row, site.low):
             return without_kernel(run, site)
         kept = site.kind in (KEEP, BANNED, COMPOSITE) and run.policy.unknown_ops == "autocast"
-        whole = self.whole(run, site) if kept and runs_whole(site) else None
+        kept |= site.kind == LOW and self.level.is_autocasts and casts_again(run, site.node)
+        whole = self.whole(run, site) if kept and (site.kind == LOW or runs_whole(site)) else None
         return whole or KINDS[site.kind](run, site)
 
     def exempt(self, run: Simulation, site: Site, cast: Sequence[ops.Operand]) -> Choice | None:
