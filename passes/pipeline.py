@@ -21,6 +21,7 @@ from .casts.annotate import Annotate
 from .casts.eliminate_casts import EliminateCasts
 from .casts.insert_casts import CAST_REWRITES, InsertCasts
 from .casts.run_under_autocast import RunUnderAutocast
+from .casts.split_norms import SplitNorms
 from .casts.verify import verify
 from .contract.costs import CostModel
 from .contract.errors import PlanError, PolicyError, VerificationError
@@ -70,7 +71,13 @@ class Pipeline:
         return Pipeline(
             prepare=(Legalize(policy),) if policy.level.rounds else (),
             decide=AssignPrecision(policy, plan, exact, costs),
-            rewrite=(InsertCasts(), EliminateCasts(policy.sharing), RunUnderAutocast(), Annotate()),
+            rewrite=(
+                InsertCasts(),
+                EliminateCasts(policy.sharing),
+                SplitNorms(policy.level),
+                RunUnderAutocast(),
+                Annotate(),
+            ),
         )
 
     @property

@@ -846,7 +846,7 @@ def facts_of(case: measure_facts.Case, until: float) -> Rows:
     """Measure which facts hold of an op, on few values."""
     yield [
         {"op": case.key, "low": _word(low), "holds": measure_facts.measure(case, DEVICE, low, quick=True),
-         "assumed": _assumed()[case.key][str(low).removeprefix("torch.")]}
+         "assumed": _assumed().get(case.key, {}).get(str(low).removeprefix("torch."), [])}
         for low in (BF16, FP16)
     ]  # fmt: skip
 

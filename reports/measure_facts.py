@@ -2,6 +2,7 @@
 
     python reports/measure_facts.py            # every device that is here
     python reports/measure_facts.py cpu
+    python reports/measure_facts.py cpu --fact sums_low         # this one alone, beside the others as they were
 
 `passes/ops/facts.py` says what each fact means. Elementwise ops of one operand are measured on all 65,536 values of
 the low dtype, in three layouts; the others on a grid of shapes, strides, dimensions and distributions. Where a kernel
@@ -15,8 +16,8 @@ import itertools
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +42,13 @@ class Case:
     Attributes:
         key: Key in the file, such as "softmax[dim=last]".
         calls: Pairs of a function of floating operands and their shapes; () as shapes: elementwise, all values.
+        rows: Returns such a pair for a number of rows, of which each reads the same gain, bias or table; None if the op
+            reads each number of an operand once.
     """
 
     key: str
     calls: tuple[tuple[Callable[..., Any], Shapes], ...]
+    rows: Callable[[int], tuple[Callable[..., Any], Shapes]] | None = None
 
 
 UNARY = """
@@ -63,7 +67,11 @@ ALL = (((1000,), None), ((33, 65), None))
 
 def cases() -> list[Case]:
     """Return every case; the order is that of the file before it is sorted."""
-    return [*_elementwise(), *_reductions(), *_norms(), *_pools_and_pads(), *_selections(), *_losses(), *_binary()]
+    groups = _elementwise(), _reductions(), _norms(), _pools_and_pads(), _selections(), _losses(), _binary()
+    every = {case.key: case for case in itertools.chain(*groups)}
+    for summed in _summed():
+        every[summed.key] = replace(every.get(summed.key, summed), rows=summed.rows)
+    return [*every.values()]
 
 
 def _elementwise() -> Iterator[Case]:
@@ -142,8 +150,15 @@ def _norms() -> Iterator[Case]:
     yield Case("cosine_similarity", ((ATEN.cosine_similarity, ((5, 33), (5, 33))),))
 
 
+def _instance_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return torch.instance_norm(x, weight, bias, None, None, True, 0.1, 1e-5, False)
+
+
 def _batch_norm(x: Tensor, training: bool) -> Tensor:
-    weight, bias = _affine(8, x)
+    return _batch_norm_with(x, *_affine(8, x), training)
+
+
+def _batch_norm_with(x: Tensor, weight: Tensor, bias: Tensor, training: bool) -> Tensor:
     mean, var = torch.zeros_like(weight), torch.ones_like(weight)
     return torch.batch_norm(x, weight, bias, mean, var, training, 0.1, 1e-5, False)
 
@@ -164,6 +179,60 @@ def _pools_and_pads() -> Iterator[Case]:
         yield _spatial(f"upsample_{name}{n}d", planes[n], ([17] * n, False))
     yield Case("constant_pad_nd[value=0]", ((lambda x: ATEN.constant_pad_nd(x, [1, 2, 3, 0]), (planes[2],)),))
     yield Case("constant_pad_nd[value=-inf]", ((lambda x: ATEN.constant_pad_nd(x, [1, 2], -torch.inf), (planes[2],)),))
+
+
+# Calls in which each of so many rows reads the same numbers, which are the last operands: a gain, a bias, a table.
+def _summed() -> Iterator[Case]:
+    def looked_up(op: Callable[..., Any]) -> Callable[[int], Any]:
+        def call(rows: int) -> Any:
+            at = torch.randint(8, (rows,), generator=torch.Generator().manual_seed(0))
+            return (lambda table: op(table, at.to(table.device))), ((8, 64),)
+
+        return call
+
+    def beside(op: Callable[..., Any]) -> Callable[[int], Any]:
+        return lambda rows: (op, ((rows, 64), (64,)))
+
+    def planes(op: Callable[..., Any], *of: tuple[int, ...]) -> Callable[[int], Any]:
+        return lambda rows: (op, ((rows // 64, 16, 8, 8), *of))
+
+    def normed(op: Callable[..., Any], *rest: Any) -> Callable[[int], Any]:
+        return lambda rows: ((lambda x, w, b: op(x, [64], w, b, *rest)), ((rows, 64), (64,), (64,)))
+
+    channels = (16,), (16,)
+    calls: dict[str, Callable[[int], Any]] = {
+        "layer_norm": normed(ATEN.layer_norm), "native_layer_norm": normed(ATEN.native_layer_norm, 1e-5),
+        "rms_norm": lambda rows: ((lambda x, w: ATEN.rms_norm(x, [64], w)), ((rows, 64), (64,))),
+        "group_norm": planes(lambda x, w, b: ATEN.group_norm(x, 4, w, b), *channels),
+        "instance_norm": planes(_instance_norm, *channels),
+        "linear": lambda rows: (ATEN.linear, ((rows, 64), (16, 64), (16,))),
+        "addmm": lambda rows: ((lambda x, w, b: ATEN.addmm(b, x, w)), ((rows, 64), (64, 16), (16,))),
+        "matmul": lambda rows: (ATEN.matmul, ((rows // 16, 4, 4, 16), (16, 16))),
+        "bmm": lambda rows: ((lambda x, w: ATEN.bmm(x, w.expand(len(x), 16, 16))), ((rows // 16, 16, 16), (16, 16))),
+        "conv1d": lambda rows: (ATEN.conv1d, ((rows // 64, 4, 66), (8, 4, 3), (8,))),
+        "conv2d": lambda rows: (ATEN.conv2d, ((rows // 64, 4, 10, 10), (8, 4, 3, 3), (8,))),
+        "conv3d": lambda rows: (ATEN.conv3d, ((rows // 64, 4, 6, 6, 6), (8, 4, 3, 3, 3), (8,))),
+        "conv_transpose2d": lambda rows: (ATEN.conv_transpose2d, ((rows // 64, 4, 8, 8), (4, 8, 3, 3), (8,))),
+        "prelu": beside(ATEN.prelu), "where": beside(lambda x, w: ATEN.where(x > 0, x, w)),
+        "lerp": lambda rows: (ATEN.lerp, ((rows, 64), (64,), (64,))),
+        "addcmul": lambda rows: ((lambda x, y, z: ATEN.addcmul(z, x, y)), ((rows, 64), (64,), (64,))),
+        **{n: beside(getattr(ATEN, n)) for n in ("add", "sub", "mul", "div", "maximum", "minimum", "atan2")},
+        "expand": lambda rows: ((lambda x: ATEN.expand(x, [rows, 64])), ((64,),)),
+        "repeat": lambda rows: ((lambda x: ATEN.repeat(x, [rows, 1])), ((64,),)),
+        "tile": lambda rows: ((lambda x: ATEN.tile(x, [rows, 1])), ((64,),)),
+        "repeat_interleave": lambda rows: ((lambda x: ATEN.repeat_interleave(x, rows, 0)), ((1, 64),)),
+        "replication_pad1d": lambda rows: ((lambda x: ATEN.replication_pad1d(x, [rows, 0])), ((4, 3),)),
+        "index": looked_up(lambda x, at: ATEN.index(x, [at])),
+        "index_select": looked_up(lambda x, at: ATEN.index_select(x, 0, at)),
+        "gather": looked_up(lambda x, at: ATEN.gather(x, 0, at[:, None].expand(-1, 64))),
+        "take": looked_up(ATEN.take), "embedding": looked_up(ATEN.embedding),
+        "embedding_bag": looked_up(lambda x, at: torch.nn.functional.embedding_bag(at.view(-1, 4), x)),
+    }  # fmt: skip
+    for training in (True, False):
+        op = lambda x, w, b, t=training: _batch_norm_with(x, w, b, t)  # noqa: E731
+        calls[f"batch_norm[training={training}]"] = planes(op, *channels)
+    for key, call in calls.items():
+        yield Case(key, (), call)
 
 
 def _spatial(name: str, shape: tuple[int, ...], *rests: tuple[Any, ...]) -> Case:
@@ -251,22 +320,52 @@ OUTPUTS, FEW_OUTPUTS = 50_000, 3_000
 DRAWS, QUICK_DRAWS = 20_000, 8
 
 
-def measure(case: Case, device: str, low: torch.dtype, quick: bool = False) -> list[str]:
-    """Return the names of the facts that hold; none when the op has no low kernel. `quick` compares fewer results."""
+MEASURED: dict[str, Callable[[Case, str, torch.dtype, bool], bool]] = {
+    # Commuting says that it computes in FP32, too: for a low x.
+    "fp32_internal": lambda *a: _commutes_forward(*a) or _fp32_internal(*a),
+    "fp32_backward": lambda *a: _fp32_backward(*a),
+    "rounds_once": lambda *a: _rounds_once(*a),
+    "scatters": lambda *a: _scatters(*a),
+    "commutes_forward": lambda *a: _commutes_forward(*a),
+    "commutes_backward": lambda *a: _commutes_backward(*a),
+    "sums_low": lambda case, device, low, quick: _sums_low(case, device, low),
+}
+
+
+def measure(
+    case: Case, device: str, low: torch.dtype, quick: bool = False, names: Sequence[str] = NAMES
+) -> list[str]:  # fmt: skip
+    """Return which facts of these hold; none when the op has no low kernel. `quick` compares fewer results."""
     torch.manual_seed(0)
+    wanted = [name for name in names if (case.rows if name == "sums_low" else case.calls)]
     try:
-        forward = _commutes_forward(case, device, low, quick)
-        holds = {
-            "fp32_internal": forward or _fp32_internal(case, device, low, quick),  # commuting says it too, for a low x
-            "fp32_backward": _fp32_backward(case, device, low, quick),
-            "rounds_once": _rounds_once(case, device, low, quick),
-            "scatters": _scatters(case, device, low, quick),
-            "commutes_forward": forward,
-            "commutes_backward": _commutes_backward(case, device, low, quick),
-        }
+        return [name for name in wanted if MEASURED[name](case, device, low, quick)]
     except (RuntimeError, NotImplementedError):
         return []
-    return [name for name in NAMES if holds[name]]
+
+
+def _sums_low(case: Case, device: str, low: torch.dtype) -> bool:
+    """Say whether the error of a gradient that is summed over rows grows with them; as their root it does by 8."""
+    few, many = (
+        statistics.median(_sum_error(*case.rows(rows), device, low) for _ in range(5)) if case.rows else 1.0
+        for rows in (128, 8_192)
+    )
+    return many >= 3 * few
+
+
+def _sum_error(op: Callable[..., Any], shapes: Shapes, device: str, low: torch.dtype) -> float:
+    """Return the largest relative error of the gradients of the operands that all rows read."""
+    given, errors = [_draw("normal", s, device).to(low) for s in shapes], []
+
+    def gradients(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        leaves = [t.to(dtype, copy=True).requires_grad_() for t in given]
+        out, seed = _floats(op(*leaves))[0], torch.Generator(device).manual_seed(0)
+        by = torch.randn(out.shape, generator=seed, device=device).to(low).to(dtype)
+        return torch.autograd.grad(out, leaves[1:] or leaves, by)
+
+    for made, true in zip(gradients(low), gradients(torch.float64), strict=True):
+        errors.append(float((made.double() - true).norm() / true.norm()))
+    return max(errors)
 
 
 def _fp32_internal(case: Case, device: str, low: torch.dtype, quick: bool) -> bool:
@@ -458,19 +557,35 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
     )
 
 
+def _named(dtypes: Sequence[torch.dtype]) -> list[tuple[str, torch.dtype]]:
+    return [(str(dtype).removeprefix("torch."), dtype) for dtype in dtypes]
+
+
+def _updated(case: Case, device: str, low: torch.dtype, fact: str | None, known: dict[str, Any]) -> list[str]:
+    """Return the facts that hold: all measured now, or one alone beside the others as they are known."""
+    if fact is None:
+        return measure(case, device, low)
+    before = known.get(case.key, {}).get(_named([low])[0][0], [])
+    now = {*before} - {fact} | {*measure(case, device, low, names=[fact])}
+    return [name for name in NAMES if name in now]
+
+
 def main() -> None:
     """Measure every case on the devices asked for, and write one file each."""
     parser = argparse.ArgumentParser(description="Measure how ops behave in low, for passes/ops/facts_<device>.json.")
     here = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     parser.add_argument("device", nargs="*", help="cpu, cuda; all that are here by default")
-    for device in parser.parse_args().device or here:
+    parser.add_argument("--fact", choices=NAMES, help="measure this one alone, and leave the others as they are")
+    options = parser.parse_args()
+    for device in options.device or here:
+        path = ROOT / "passes" / "ops" / f"facts_{device}.json"
+        known = json.loads(path.read_text())["facts"] if options.fact else {}
         found = {
-            case.key: {str(low).removeprefix("torch."): measure(case, device, low) for low in LOWS}
+            case.key: {name: _updated(case, device, low, options.fact, known) for name, low in _named(LOWS)}
             for case in tqdm(cases(), desc=device, mininterval=5)
         }
         lines = ",\n".join(f"    {json.dumps(key)}: {json.dumps(found[key])}" for key in sorted(found))
         machine = json.dumps(asdict(this_machine(device)))
-        path = ROOT / "passes" / "ops" / f"facts_{device}.json"
         path.write_text(f'{{\n  "machine": {machine},\n  "status": "measured",\n  "facts": {{\n{lines}\n  }}\n}}\n')
 
 

@@ -48,7 +48,8 @@ NODES_PER_BLOCK = 11  # five calls, six parameters
 # What is timed beside the passes: a name for the table, and the function that they call.
 PARTS = {"of it the cut": "passes.assign.assign_precision.choose_storage", "verify": "passes.pipeline.verify"}
 PASSES = (
-    "legalize", "assign-precision", "of it the cut", "insert-casts", "eliminate-casts", "run-under-autocast",
+    "legalize", "assign-precision", "of it the cut", "insert-casts", "eliminate-casts", "split-norms",
+    "run-under-autocast",
     "annotate", "verify",
 )  # fmt: skip
 

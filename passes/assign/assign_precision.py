@@ -24,7 +24,7 @@ from ..contract.plan import Decision, Plan
 from ..contract.plan_format import REMEDY
 from ..contract.policy import Policy, dtype_name
 from ..contract.reasons import DEVIATIONS, Code, Reason
-from ..form import Assignment, Choice, Colours, Ensures, Unit
+from ..form import Assignment, Choice, Colours, Ensures, UnderAutocast, Unit
 from ..graph.aliases import Aliases
 from ..graph.grad import is_leaf, requires_grad
 from ..graph.notes import note_of
@@ -162,7 +162,8 @@ def _named(simulation: Simulation, colours: Colours) -> Colours:
         if row.recomputed and any(len(n.users) > 1 and n in grad and is_leaf(n) for n in node.all_input_nodes):
             why = why.because(Code.SUM_ORDER(f"casts weights that are read elsewhere too ({why})"))
         wide = row.recurrent and (x := node.all_input_nodes[0]) in grad and simulation.dtypes[x] == torch.float32
-        if wide and (ops.argument(node, row.casts_again) or (len(x.users) > 1 and is_leaf(x))):
+        once = ops.argument(node, row.casts_again) and not choice.has(UnderAutocast)
+        if wide and (once or (len(x.users) > 1 and is_leaf(x))):
             said = Code.SUM_ORDER(f"casts its input once for both directions or other readers ({why})")
             why = why.because(said)
         kept = why.code is Code.LITERAL or (policy.level.stores_low and choice.dtype == torch.float32)

@@ -333,6 +333,19 @@ def concrete_size(size: Any) -> Any:
     return {int: int, float: float, bool: bool}[size.node.pytype](number)
 
 
+DYNAMIC = 1_024  # what a dimension counts as that may have another size in another call
+
+
+def counted_size(size: Any) -> int:
+    """Return a size as decisions count it: a dynamic one as 1,024, lest a plan depend on the batch of the example."""
+    if not isinstance(size, SYMBOLS):
+        return int(size)
+    if size.node.is_nested_int():  # of a jagged dimension
+        return DYNAMIC
+    expr = size.node.expr
+    return max(1, int(expr.xreplace(dict.fromkeys(expr.free_symbols, DYNAMIC))))
+
+
 def dtype_reference(node: Node) -> Node | None:
     """Return the tensor whose dtype a call takes: `x.to(y)`, `x.type_as(y)`, `zeros(2, dtype=y.dtype)`."""
     if not row_of(node).is_cast:

@@ -41,6 +41,8 @@ class Facts:
             correctly rounded result. Where a kernel rounds a sum over the row, all its elements share the error.
         commutes_forward: `op(low(x)) == low(op(x))` for FP32 x.
         commutes_backward: The same for the gradient of x.
+        sums_low: The gradient of an operand that it reads many times, such as a gain, a bias or a row of a table, is
+            summed in low: its error grows as the root of how many times that is. Measured on a CPU alone.
         status: "measured" on this kind of machine, or "assumed".
     """
 
@@ -50,6 +52,7 @@ class Facts:
     scatters: bool = False
     commutes_forward: bool = False
     commutes_backward: bool = False
+    sums_low: bool = False
     status: str = "assumed"
 
 

@@ -25,7 +25,7 @@ from torch.fx.node import map_aggregate
 from .. import _torch
 from .._torch import HigherOrderOperator, OpOverload, OpOverloadPacket, boolean_dispatched, own_schema, qualified_name
 from ..contract.devices import DEVICES
-from ..runtime import casts, regions, rnn
+from ..runtime import casts, norms, regions, rnn
 
 # The tables: canonical name -> its other spellings in one dialect.
 
@@ -84,7 +84,7 @@ _PRIMS = {
 _FUNCTIONS: dict[Any, str] = {
     F.cross_entropy: "cross_entropy_loss", F.grid_sample: "grid_sampler", F.affine_grid: "affine_grid_generator",
     F.unfold: "im2col", F.fold: "col2im", F.threshold: "threshold", casts.again: "to", rnn.lstm: "lstm", rnn.rnn: "rnn",
-    rnn.gru: "gru",
+    rnn.gru: "gru", norms.layer_norm: "layer_norm",
     abs: "abs", pow: "pow", round: "round", getattr: "getattr", _torch.DATA_OF: "detach", _torch.TENSOR_OF: "tensor",
     regions.recompute: "higher_order::tag_activation_checkpoint",
 }  # fmt: skip

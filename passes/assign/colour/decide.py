@@ -21,6 +21,7 @@ from ...contract.policy import Level, module_override, op_override
 from ...contract.reasons import AS_AUTOCAST, CAST, OVERRIDE, REGION, Code, Reason
 from ...form import Choice, Clamp, SetDtype, UnderAutocast
 from ...graph.aliases import is_in_place, may_alias, may_write, mutated_operands, out_operands
+from ...graph.grad import requires_grad
 from ...graph.islands import islands
 from ...graph.notes import DECOMPOSE, note_of, region_on
 from ...graph.values import (
@@ -48,6 +49,7 @@ from .kernels import (
     operand_casts,
     results_under_autocast,
 )
+from .retained import retained
 from .simulate import Simulation, Site
 from .user_casts import Intent, meaning, observed, uncopied_without_grad
 
@@ -278,6 +280,15 @@ def _unknown(run: Simulation, site: Site) -> Choice:
     return _like_its_reference(run, site) or keep(run, site, Code.KEEP(site.row.reason))
 
 
+def casts_again(run: Simulation, node: Node) -> bool:
+    """Say whether autocast casts an input of a recurrence several times, and sums gradients of these casts in FP32."""
+    row = row_of(node)
+    if not row.recurrent or not ops.argument(node, row.casts_again):
+        return False
+    value = node.all_input_nodes[0]
+    return run.dtypes[value] == torch.float32 and value in requires_grad(run.graph)
+
+
 def runs_whole(site: Site) -> bool:
     """Say whether no rule covers a call that can be given a region of autocast, of known results.
 
@@ -372,6 +383,7 @@ class PolicyRules(AutocastRules):
         low, graph, find = self.level.stores_low, run.graph, run.aliases.find
         uncopied = uncopied_without_grad(graph, run.original) if low else ()
         run.islands = islands(graph) if low else frozenset()
+        run.retained = retained(run) if low and not self.level.rounds_sensitive else {}
         run.pinned = {find(v) for v in observed(graph) if run.original[v] == torch.float32}
         run.pinned |= {find(v) for v in uncopied if run.under_autocast(v) == run.original[v]}
         while True:
@@ -389,6 +401,8 @@ class PolicyRules(AutocastRules):
                 return choice
         if site.node in run.islands:
             return fp32(run, site, Code.ISLAND("a norm written by hand is FP32 throughout"))
+        if site.node in run.retained:
+            return fp32(run, site, run.retained[site.node])
         if self.level.stores_low:
             site = self._at_level(run, site)
             if site.kind in (PROMOTE, FOLLOW) and not moves_written(run, site) and _lowers(run, site):
@@ -398,7 +412,8 @@ class PolicyRules(AutocastRules):
         if (site.kind == LOW or reads) and lacks_low_kernel(run, site.node, site.row, site.low):
             return without_kernel(run, site)
         kept = site.kind in (KEEP, BANNED, COMPOSITE) and run.policy.unknown_ops == "autocast"
-        whole = self.whole(run, site) if kept and runs_whole(site) else None
+        kept |= site.kind == LOW and self.level.is_autocasts and casts_again(run, site.node)
+        whole = self.whole(run, site) if kept and (site.kind == LOW or runs_whole(site)) else None
         return whole or KINDS[site.kind](run, site)
 
     def exempt(self, run: Simulation, site: Site, cast: Sequence[ops.Operand]) -> Choice | None:
@@ -477,7 +492,7 @@ class PolicyRules(AutocastRules):
             return LOW if row.gives in ("float", "first") and not row.commutes else several
         if row.loss:  # FP32, except a loss that only selects values
             return FOLLOW if facts_of(node, run.device, run.low).commutes_forward else FP32
-        if accumulates(node, row) or (row.sensitive and not _is_safe(run, site)):
+        if accumulates(node, row) or (row.sensitive and not _is_safe(run, site)) or _is_square(run, site):
             return FP32
         return several if kind == FP32 else kind
 
@@ -502,7 +517,14 @@ def _is_safe(run: Simulation, site: Site) -> bool:
     if site.row.sensitive == "range" and run.low is not torch.bfloat16:
         return False
     facts = facts_of(site.node, run.device, run.low)
-    return facts.rounds_once and facts.scatters
+    return facts.rounds_once and facts.scatters and (not facts.sums_low or bool(site.row.affine))  # see `SplitNorms`
+
+
+def _is_square(run: Simulation, site: Site) -> bool:
+    """Say whether a call multiplies a value with itself, which leaves the range of FP16 as a power does."""
+    product = "product" in site.row.in_norm and run.low is not torch.bfloat16
+    factors = {str((o.node.target, o.node.args, o.node.kwargs)) for o in site.floats if product}
+    return len(site.floats) > 1 and len(factors) == 1
 
 
 def _lowers(run: Simulation, site: Site) -> bool:

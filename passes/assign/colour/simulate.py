@@ -77,6 +77,8 @@ class Simulation:
         named: the key of each node, if the policy may name nodes by it.
         border: the dtypes at the edges of the graph.
         pinned: representatives of alias sets that must stay FP32; they are kept from one run to the next.
+        islands: norms written by hand.
+        retained: calls that keep the FP32 that autocast gives them, and why.
         colours: the decisions so far.
         dtypes: the dtype of every value; the original one for values that the run has not reached.
         reference: the run that did what autocast does, if there was one.
@@ -102,6 +104,7 @@ class Simulation:
         self.lacking: dict[Any, bool] = {}
         self.pinned: set[Node] = set()
         self.islands: frozenset[Node] = frozenset()
+        self.retained: Mapping[Node, Reason] = {}
         self.reference = reference
         self.restart()
 

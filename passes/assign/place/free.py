@@ -9,6 +9,7 @@ stays FP32.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -16,7 +17,7 @@ from torch.fx import Node
 from ...form import Choice, Replace
 from ...graph.aliases import may_alias
 from ...graph.notes import note_of
-from ...graph.values import ValueDtype, concrete_size, is_floating, literal_dtype
+from ...graph.values import ValueDtype, concrete_size, first_float, is_floating, literal_dtype
 from ...ops import ops
 from ...ops.facts import Facts, facts_of
 from ...ops.numbers import is_exact, numbers
@@ -29,17 +30,22 @@ from .saturate import touched
 def free_nodes(simulation: Simulation, grad: frozenset[Node]) -> dict[Node, None]:
     """Return the free nodes of a graph in order, including the items of free containers."""
     free: dict[Node, None] = {}
-    low = touched(simulation.graph, simulation.dtypes) if simulation.policy.level.stores_low else set()
+    lowers, sliced = simulation.policy.level.stores_low, set[Any]()
+    low = touched(simulation.graph, simulation.dtypes) if lowers else set()
+    for node in () if lowers else reversed(simulation.graph.nodes):  # an item has no dtype but that of its container
+        if row_of(node).asks == "item" and (node in sliced or _leaves_gaps(simulation, node)):
+            sliced.add(node.args[0])
     for node in simulation.graph.nodes:
         item = row_of(node).asks == "item" and node.args[0] in free and is_floating(simulation.dtypes[node])
         # Where gradients are off, a cast that makes no copy would hand on those of its operand.
         ends = row_of(node).is_cast and node not in grad and not grad.isdisjoint(node.all_input_nodes)
-        if item or (not ends and node in simulation.colours and _is_free(simulation, node, node in grad, node in low)):
+        fixed = ends or node in sliced
+        if item or (not fixed and node in simulation.colours and _is_free(simulation, node, grad, node in low)):
             free[node] = None
     return free
 
 
-def _is_free(simulation: Simulation, node: Node, grad: bool, low: bool) -> bool:
+def _is_free(simulation: Simulation, node: Node, grad: frozenset[Node], low: bool) -> bool:
     floats = tuple(o for o in ops.operands(node) if is_floating(simulation.dtypes[o.node]))
     dtypes = tuple(simulation.dtypes[o.node] for o in floats)
     candidate = _Candidate(simulation, node, simulation.colours[node], row_of(node), floats, dtypes, grad, low)
@@ -50,7 +56,7 @@ def _is_free(simulation: Simulation, node: Node, grad: bool, low: bool) -> bool:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A node that has a colour: its floating operands and their dtypes, whether gradients or low values reach it."""
+    """A node with a colour: its floats and their dtypes, all values with gradients, and whether low ones reach it."""
 
     simulation: Simulation
     node: Node
@@ -58,8 +64,13 @@ class _Candidate:
     row: Rule
     floats: tuple[ops.Operand, ...]
     dtypes: tuple[ValueDtype, ...]
-    grad: bool
+    grads: frozenset[Node]
     touched: bool
+
+    @property
+    def grad(self) -> bool:
+        """Gradients flow through it."""
+        return self.node in self.grads
 
     @property
     def facts(self) -> Facts:
@@ -108,6 +119,8 @@ def _is_insensitive(c: _Candidate) -> bool:
         and not any(o.node in extreme or o.node in state.upcast for o in c.floats)
         # A low value has touched it, or it only moves values: what is computed from FP32 alone stays FP32.
         and (c.touched or c.row.commutes != "")
+        # An FP32 value has the gradients of all its readers summed in FP32.
+        and not (c.grad and c.facts.sums_low and c.simulation.dtypes[c.node] == torch.float32)
         and not lacks_low_kernel(state, c.node, c.row, state.low)
     )
 
@@ -136,9 +149,28 @@ def _only_moves(c: _Candidate) -> bool:
         and not c.choice.casts
         and not (dtype == low and torch.float32 in c.dtypes)  # an FP32 scalar beside it does not promote it
         and not (c.grad and _broadcasts(c))
-        and not (dtype == torch.float32 and _is_compacted(c.node.meta.get("val")))
+        and not _leaves_gaps(c.simulation, c.node)
+        and not (c.grad and c.row.free_backward and any(not _is_copied(o.node, c) for o in c.floats))
         and all(is_exact(x, low) for x in numbers(c.node))
     )
+
+
+def _leaves_gaps(simulation: Simulation, node: Node) -> bool:
+    """Say whether an FP32 result of a node has strides that a cast behind the node would change, and one before not."""
+    dtype, value = simulation.dtypes[node], node.meta.get("val")
+    parts = value if isinstance(value, (tuple, list)) else [value]
+    return first_float(dtype) == torch.float32 and any(map(_is_compacted, parts))
+
+
+def _is_copied(value: Node, c: _Candidate) -> bool:
+    """Say whether what makes a value copies gradients that have gaps, as products do, or sums none.
+
+    A cast behind an op that joins tensors has gradients without gaps, and one before it has views of them. A norm sums
+    both in another order.
+    """
+    while row_of(value).commutes != "" and (values := ops.inputs(value)) and len(values) == 1:
+        value = values[0]
+    return value not in c.grads or not value.op.startswith("call") or row_of(value).kind(c.simulation.device) == LOW
 
 
 def _broadcasts(c: _Candidate) -> bool:

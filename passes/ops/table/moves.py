@@ -36,9 +36,9 @@ ROWS = (
     ),
     *group(PROMOTE, "joins tensors",
         of("cat", promotes_inside=True, casts_out=True, commutes="both", free_backward=True),
-        of("stack", promotes_inside=True, casts_out=True, commutes="both"),
-        of("hstack vstack dstack column_stack", casts_out=True, commutes="both"),
-        of("row_stack", commutes="both"),
+        of("stack", promotes_inside=True, casts_out=True, commutes="both", free_backward=True),
+        of("hstack vstack dstack column_stack", casts_out=True, commutes="both", free_backward=True),
+        of("row_stack", commutes="both", free_backward=True),
         "pad_sequence",
     ),
     *group(PROMOTE, "broadcasts tensors against each other",
@@ -57,7 +57,7 @@ ROWS = (
         of("masked_fill", out="first", in_norm="arithmetic"),
     ),
     *group(PROMOTE, "looks values up",
-        of("searchsorted bucketize", out="int"),
+        of("searchsorted bucketize", out="int", chooses=True),
         of(
             "embedding_bag",
             uncast="weight", same_dtype=True, out="first int int int", out_of="weight",
@@ -101,7 +101,7 @@ ROWS = (
         of("uniform", redraws="2.13"),
         """bernoulli poisson exponential geometric cauchy log_normal binomial _standard_gamma _sample_dirichlet
         rrelu_with_noise""",
-        of("multinomial", out="int"),
+        of("multinomial", out="int", chooses=True),
         of("random", redraws="always"),
     ),
 )

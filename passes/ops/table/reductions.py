@@ -44,7 +44,8 @@ ROWS = (
     # on CUDA no kernel takes FP32 weights beside a low input
     *group(Kinds(FP32, cpu=FOLLOW), "normalises: sums and divides",
         of("layer_norm",
-            uncast="weight bias", out="first", bounded=True, normalizes="normalized_shape", no_low="cuda",
+            uncast="weight bias", affine="weight bias",
+            out="first", bounded=True, normalizes="normalized_shape", no_low="cuda",
             leaves="native_layer_norm native_layer_norm_backward",
         ),
         of("group_norm",
@@ -146,11 +147,11 @@ ROWS = (
         of("amax", commutes="forward", in_norm="statistic"),
         of("amin msort", commutes="forward"),
         of("aminmax", out="float float"),
-        of("topk sort median kthvalue cummax cummin", out="float int", commutes="forward"),
-        of("argsort argmax argmin", out="int"),
-        of("nanmedian mode", out="float int"),
-        of("unique unique_consecutive unique_dim _unique2", out="float int int"),
-        of("histc", sensitive="rounding"),  # a count jumps
+        of("topk sort median kthvalue cummax cummin", out="float int", commutes="forward", chooses=True),
+        of("argsort argmax argmin", out="int", chooses=True),
+        of("nanmedian mode", out="float int", chooses=True),
+        of("unique unique_consecutive unique_dim _unique2", out="float int int", chooses=True),
+        of("histc", sensitive="rounding", chooses=True),  # a count jumps
     ),
     *group(FOLLOW, "tests values",
         of("isnan isinf isfinite isposinf isneginf isreal logical_not all any", out="bool"),

@@ -80,6 +80,7 @@ class Operands:
     Attributes:
         cast_arguments: Arguments that are cast; () for every floating one.
         uncast: Arguments that are never cast to low: statistics, affine parameters, tables.
+        affine: Arguments that are applied to its result, so that another op may apply them.
         same_dtype: The kernel rejects operands of different float dtypes, so all of them are cast to one.
         widens: Devices whose autocast casts the operands to the widest of their dtypes, as the backward then has them.
         promotes_inside: The kernel accepts operands of several floating dtypes, and casts the narrower ones up as it
@@ -103,6 +104,7 @@ class Operands:
 
     cast_arguments: tuple[str, ...] = ()
     uncast: tuple[str, ...] = ()
+    affine: tuple[str, ...] = ()
     same_dtype: bool = False
     widens: tuple[str, ...] = ()
     promotes_inside: bool = False
@@ -165,6 +167,7 @@ class Numerics:
         normalizes: The argument with the sizes that the op normalises over: numbers below the root of their product.
         limits: The op clamps a value to numbers among its arguments: "" (no), "bounds", or "from_one" if the number is
             the distance from zero and from one.
+        chooses: The result changes by steps: an index, a rounded number, a truth value.
         holds_eps: The kernel holds its eps in FP32, whatever the dtypes of its operands.
     """
 
@@ -178,6 +181,7 @@ class Numerics:
     at_most: float | None = None
     normalizes: str = ""
     limits: str = ""
+    chooses: bool = False
     holds_eps: bool = False
 
 

@@ -289,14 +289,15 @@ def test_binary_cross_entropy_is_refused_on_cuda_and_allowed_by_an_override() ->
 def test_o2_keeps_losses_and_range_sensitive_ops_in_fp32_and_lowers_the_rest() -> None:
     def body(m: Any, x: Tensor) -> Tensor:
         h = F.layer_norm(x + m.first(x), (8,))
-        return F.mse_loss(m.second(h).exp().sum(-1), torch.ones(4))
+        return F.mse_loss(m.second(h).exp().sum(-1), torch.ones(256))
 
-    fp16 = {d.op: d.colour for d in plan_of(Net(body), (X,), policy="O2,dtype=fp16").decisions}
+    x = X.repeat(64, 1)
+    fp16 = {d.op: d.colour for d in plan_of(Net(body), (x,), policy="O2,dtype=fp16").decisions}
     assert fp16 == {
         "linear": "float16", "add": "float16", "layer_norm": "float16",
         "exp": "float32", "sum": "float32", "ones": "float32", "broadcast_tensors": "float32", "mse_loss": "float32",
     }  # fmt: skip
-    bf16 = {d.op: d.colour for d in plan_of(Net(body), (X,), policy="O2").decisions}
+    bf16 = {d.op: d.colour for d in plan_of(Net(body), (x,), policy="O2").decisions}
     assert (bf16["exp"], bf16["mse_loss"]) == ("bfloat16", "float32")
 
 

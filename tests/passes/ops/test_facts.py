@@ -44,6 +44,7 @@ def sampled(key: str, low: str) -> Any:
 def test_what_the_file_says_holds_of_the_op_itself(key: str, low: str) -> None:
     again = measure_facts.measure(CASES[key], "cpu", LOWS[low], quick=True)
     assert not set(MEASURED[key][low]) - set(again)
+    assert "sums_low" not in again or "sums_low" in MEASURED[key][low]
 
 
 def keys(names: str) -> list[str]:
@@ -65,6 +66,12 @@ SAID = {
     "has a gradient that is rounded once": (
         "silu relu nll_loss[reduction=none] l1_loss[reduction=none] mean[dim=last] cat", ALL,
         "fp32_internal fp32_backward", "",
+    ),
+    "sums what many rows give in low, so that the error grows with them": (
+        "layer_norm native_layer_norm index take embedding replication_pad1d", ALL, "sums_low", "",
+    ),
+    "sums what many rows give in FP32": (
+        "group_norm rms_norm batch_norm add mul linear index_select gather expand repeat prelu", ALL, "", "sums_low",
     ),
     "is as good as rounded once": (
         """layer_norm group_norm softmax log_softmax gelu cumsum logsumexp[dim=last] rms_norm pow[exponent=2]
@@ -161,14 +168,20 @@ def _forget() -> Any:
 
 def test_facts_of_this_kind_of_machine_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, "")
-    assert facts.facts("silu", "cpu", torch.bfloat16) == facts.Facts(True, True, True, True, False, False, "measured")
-    assert facts.facts("relu_", "cpu", torch.bfloat16) == facts.Facts(True, True, True, True, True, True, "measured")
+    assert facts.facts("silu", "cpu", torch.bfloat16) == facts.Facts(
+        True, True, True, True, False, False, status="measured"
+    )
+    assert facts.facts("relu_", "cpu", torch.bfloat16) == facts.Facts(
+        True, True, True, True, True, True, status="measured"
+    )
 
 
 @pytest.mark.parametrize(("capability", "device"), [("NEON", "cpu"), ("", "cuda")])
 def test_facts_of_another_machine_are_assumed(monkeypatch: pytest.MonkeyPatch, capability: str, device: str) -> None:
     machine(monkeypatch, capability)
-    assert facts.facts("silu", device, torch.bfloat16) == facts.Facts(True, True, True, True, False, False, "assumed")
+    assert facts.facts("silu", device, torch.bfloat16) == facts.Facts(
+        True, True, True, True, False, False, status="assumed"
+    )
 
 
 def test_static_arguments_choose_the_facts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,12 +195,14 @@ def test_static_arguments_choose_the_facts(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_without_its_static_arguments_only_what_always_holds_is_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, "")
-    assert facts.facts("gelu", "cpu", torch.bfloat16) == facts.Facts(False, True, True, True, False, False, "assumed")
+    assert facts.facts("gelu", "cpu", torch.bfloat16) == facts.Facts(
+        False, True, True, True, False, False, status="assumed"
+    )
 
 
 def test_an_op_that_was_not_measured_has_what_its_row_assumes() -> None:
     assert facts.facts("hstack", "cpu", torch.bfloat16) == facts.Facts(
-        False, False, False, False, True, True, "assumed"
+        False, False, False, False, True, True, status="assumed"
     )
     assert facts.facts("my_lib::op", "cpu", torch.bfloat16) == facts.Facts()
 

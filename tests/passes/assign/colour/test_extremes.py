@@ -15,6 +15,7 @@ from tests.support.helpers import Layers
 
 FAR = 65536  # where BF16 has one number for 512 positions
 X = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+MANY = X.expand(4, 8, 64)  # more elements than what autocast's FP32 is kept for
 
 
 def net(body: Callable[..., Any]) -> nn.Module:
@@ -24,8 +25,8 @@ def net(body: Callable[..., Any]) -> nn.Module:
     return Layers(body, **layers, inv_freq=1e4 ** (-torch.arange(0, 64, 2) / 64))
 
 
-def convert(body: Callable[..., Any], policy: str) -> Any:
-    return graph_of(net(body), X, policy)
+def convert(body: Callable[..., Any], policy: str, x: Tensor = X) -> Any:
+    return graph_of(net(body), x, policy)
 
 
 def colours(module: Any) -> dict[str, str]:
@@ -96,12 +97,12 @@ def test_what_bounds_a_position_may_be_low(policy: str) -> None:
         angles = (FAR + torch.arange(8))[:, None] * m.inv_freq
         return m.second(m.first(x) * torch.cat([angles, angles], -1).cos())
 
-    module = convert(rotated, policy)
+    module = convert(rotated, policy, MANY)
     ops = [(d.op, d.colour) for d in fxamp.plan_of(module).decisions]
     low = ops[0][1] if ops[0][0] == "linear" else dict(ops)["linear"]
     assert low != "float32"
     assert [c for o, c in ops if o == "mul"] == ["float32", low]
-    torch.testing.assert_close(module(X), net(rotated)(X), rtol=0.02, atol=0.02)
+    torch.testing.assert_close(module(MANY), net(rotated)(MANY), rtol=0.02, atol=0.02)
 
 
 def test_a_learned_layer_rounds_its_coordinates_as_under_autocast() -> None:
@@ -125,7 +126,7 @@ def test_a_division_that_brings_a_range_into_range_bounds_it(scale: Callable[[Te
     def ramp(m: Any, x: Tensor) -> Tensor:
         return m.second(m.first(x) * scale(torch.arange(8))[:, None])
 
-    module = convert(ramp, "O2")
+    module = convert(ramp, "O2", MANY)
     assert [d.colour for d in fxamp.plan_of(module).decisions if d.op == "mul"][-1] == colour
 
 

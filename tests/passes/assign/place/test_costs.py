@@ -207,13 +207,13 @@ def test_costs_cannot_be_measured_without_a_timer() -> None:
 # Costs that change others.
 
 CHAIN = """
-    x: f32[2, 4]
+    x: f32[512, 4]
     w: f32[4, 4] = param
     gain: f32[4] = param
-    linear: f32[2, 4] = linear(x, w)
-    tanh: f32[2, 4] = tanh(linear)
-    scaled: f32[2, 4] = mul.Tensor(tanh, gain)
-    last: f32[2, 4] = linear(scaled, w)
+    linear: f32[512, 4] = linear(x, w)
+    tanh: f32[512, 4] = tanh(linear)
+    scaled: f32[512, 4] = mul.Tensor(tanh, gain)
+    last: f32[512, 4] = linear(scaled, w)
     return last
 """
 O2 = Policy("O2", dtype=LOW, device="cpu")

@@ -105,9 +105,10 @@ def test_o2_stores_low_what_pays_and_keeps_what_is_out_of_range() -> None:
         h = x + m.first(x)
         return m.second(torch.softmax(h + mask, -1) + m.first(h))
 
-    colours = [d.colour for d in decided(convert(body, "O2,dtype=fp16"), "add")]
+    x = X.expand(64, 4, 8)  # more elements than what autocast's FP32 is kept for
+    colours = [d.colour for d in decided(convert(body, "O2,dtype=fp16", x), "add")]
     assert colours == ["float16", "float32", "float16"]
-    assert torch.isfinite(convert(body, "O2,dtype=fp16")(X)).all()
+    assert torch.isfinite(convert(body, "O2,dtype=fp16", x)(x)).all()
 
 
 @pytest.mark.filterwarnings("ignore:FP16 gradients")
@@ -315,14 +316,14 @@ def test_penalties_move_a_value_to_fp32_where_they_outweigh_its_casts() -> None:
 def test_a_parameter_that_two_nodes_read_is_cast_once_and_so_is_it_counted() -> None:
     gm = parse(
         """
-        x: f32[2, 8]
+        x: f32[200, 8]
         w: f32[8, 8] = buffer
-        gain: f32[2, 8] = buffer
-        y: f32[2, 8] = linear(x, w)
-        a: f32[2, 8] = mul.Tensor(y, gain)
-        b: f32[2, 8] = mul.Tensor(y, gain)
-        both: f32[2, 8] = sub.Tensor(a, b)
-        z: f32[2, 8] = linear(both, w)
+        gain: f32[200, 8] = buffer
+        y: f32[200, 8] = linear(x, w)
+        a: f32[200, 8] = mul.Tensor(y, gain)
+        b: f32[200, 8] = mul.Tensor(y, gain)
+        both: f32[200, 8] = sub.Tensor(a, b)
+        z: f32[200, 8] = linear(both, w)
         return z
         """
     )
