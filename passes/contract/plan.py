@@ -278,7 +278,7 @@ class Plan:
             'dynamo'
         """
         data = strictly(text, name, "plan")
-        if not isinstance(data, dict) or not isinstance(data.get("version"), int):
+        if not isinstance(data, dict) or type(data.get("version")) is not int:
             raise PlanError(f'{name}: JSON, but not a plan (no "version"); {REMEDY}')
         if data["version"] < 1:
             raise PlanError(f"{name}: there is no plan format {data['version']}; {REMEDY}")

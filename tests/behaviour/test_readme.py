@@ -175,7 +175,7 @@ def test_the_gate_says_what_the_readme_prints(
     gate = text_of(README).partition("## Check decisions in CI")[2]
     # As the table of pyproject.toml says it, but in this process: a configured target has one of its own.
     told = dict(re.findall(r'^(\w+) = "(.*)"$', blocks(gate, "toml")[0], re.MULTILINE))
-    check = ["check", told["target"], "--policy", told["policy"], "--plan", told["plan"]]
+    check = ["check", "--here", told["target"], "--policy", told["policy"], "--plan", told["plan"]]
     Path("net.py").write_text(net, encoding="utf-8")
     assert main([*check, "--update"]) == 0
     assert main(check) == 0

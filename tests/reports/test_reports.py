@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxamp
-from fxamp.report.gate.targets import configured
+from fxamp.cli.targets import configured
 from fxamp.train.step import TrainStep
 from passes.contract.plan import Plan
 from passes.contract.reasons import DEVIATIONS
