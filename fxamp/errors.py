@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
+
 from passes.contract.errors import CaptureError, FxampError, PolicyError
+from passes.contract.policy import nearest
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class NotFaithfulError(CaptureError):
@@ -57,6 +65,30 @@ class MeasureError(FxampError):
 
     The message says what is missing, and how to get it.
     """
+
+
+def names_arguments(function: str, meant: Mapping[str, str]) -> Callable[[F], F]:
+    """Let the TypeError for an argument that a function does not take say what to write.
+
+    Args:
+        function: what users call it.
+        meant: what to write instead of arguments of other libraries; for others the nearest name is given.
+    """
+
+    def decorate(call: F) -> F:
+        known = inspect.signature(call).parameters
+
+        @functools.wraps(call)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            for name in kwargs:
+                if name not in known:
+                    instead = f": write {meant[name]}" if name in meant else nearest(name, known)
+                    raise TypeError(f"{function}() has no argument {name!r}{instead}")
+            return call(*args, **kwargs)
+
+        return cast(F, checked)
+
+    return decorate
 
 
 def in_short(error: BaseException) -> str:

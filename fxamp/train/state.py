@@ -22,7 +22,7 @@ from passes.contract.errors import PolicyError
 from passes.contract.plan import Plan
 
 from ..capture.graphs import is_compiled
-from ..errors import NotAModuleError
+from ..errors import NotAModuleError, names_arguments
 from ..trust.census.census import CallCensus
 from ..view.view import is_view
 from . import given
@@ -37,6 +37,15 @@ from .window import ByHand, KeptMicroBatches, LossFunction, Window, live, parame
 
 logger = logging.getLogger("fxamp")
 
+_MEANT = {  # by arguments of other trainers
+    **dict.fromkeys(("grad_clip", "clip_grad_norm", "gradient_clip_val", "max_norm", "clip"), "max_grad_norm="),
+    **dict.fromkeys(
+        ("gradient_accumulation_steps", "accumulate_grad_batches", "grad_accum", "accumulation"), "accumulate_steps="
+    ),
+    **dict.fromkeys(("grad_scaler", "loss_scale", "loss_scaler"), "scaler="),
+    **dict.fromkeys(("criterion", "loss"), "loss_fn="), "lr_scheduler": "scheduler=",
+    **dict.fromkeys(("policy", "dtype", "precision"), "fxamp.convert(model, policy=...), and give its view"),
+}  # fmt: skip
 _LOOKS = 500  # windows between two looks for parameters that no optimizer trains: a walk costs as much as a step
 _LENGTHS = ("step_size", "T_max", "T_0")  # after which a scheduler changes the rate, or begins again
 _EPOCHS = (10, 300)  # as many steps as runs have epochs
@@ -52,6 +61,7 @@ class TrainState:
         aborted: Why the last window did not come to its end; "" if it did.
     """
 
+    @names_arguments("TrainStep", _MEANT)
     def __init__(
         self,
         model: nn.Module,

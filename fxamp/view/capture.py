@@ -22,6 +22,7 @@ from passes.ops import ops
 
 from .._torch import dynamo_errors
 from ..capture.graph import graphs_in
+from ..capture.inputs import misplaced
 from ..capture.run import Captured
 from ..capture.state import STATES, in_state, state_of
 from ..errors import in_short
@@ -79,7 +80,7 @@ def capture(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], check
             if type(e) not in (TypeError, RuntimeError, dynamo_errors().TorchRuntimeError):
                 raise
             why = _GOT.search(str(e))
-            said = why[1] if why else in_short(e)
+            said = misplaced(model, (args, kwargs)) or (why[1] if why else in_short(e))
             way_out = f" ({advice})" if (advice := runner.of_autocast(said)) else ""
             raise CaptureError(f"{type(runner.model).__name__} rejects the example inputs: {said}{way_out}") from e
     broken = any(graph.broke for graph in runner.graphs[first:])

@@ -10,6 +10,7 @@ After:  graph(w, low): linear(x, low)        low = copies.of(w, bfloat16)
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -104,7 +105,7 @@ class Copies:
 
     def __init__(self, owner: str = "a window of a TrainStep", keeps_edits_out: bool = False) -> None:
         self.owner, self.casts = owner, 0
-        self._frozen = keeps_edits_out
+        self._frozen, self._said = keeps_edits_out, False
         self._copies: dict[tuple[int, torch.dtype], _Copy] = {}
 
     def of(self, master: Tensor, dtype: torch.dtype, flagged: bool = False) -> Tensor:
@@ -112,6 +113,12 @@ class Copies:
 
         If it is `flagged`, it requires a gradient as the parameter does, also where none are computed.
         """
+        if self._frozen and not self._said and torch.is_grad_enabled() and master.requires_grad:
+            self._said = True
+            warnings.warn(
+                f"a call inside {self.owner} records gradients, and none reaches a weight there: call under "
+                "torch.no_grad() for inference, or train outside of the region.", stacklevel=2,
+            )  # fmt: skip
         copy = self._copies.get((id(master), dtype))
         if copy is None or not (copy.holds(master) or (self._frozen and copy.valid)):
             copy = self._cast(master, dtype, copy)

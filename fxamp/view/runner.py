@@ -19,6 +19,7 @@ import logging
 import re
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass, replace
@@ -141,6 +142,8 @@ class Runner:
             if torch.autocast_decrement_nesting() == 0:
                 torch.clear_autocast_cache()
             begin(outer)
+            if outer is not None:  # a view inside of another: what it gives is of a graph, not of Python
+                outer.made += (weakref.ref(t) for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor))
         except BaseException:
             try:
                 begin(outer)

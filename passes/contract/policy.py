@@ -359,11 +359,20 @@ def nearest(name: str, candidates: Iterable[str]) -> str:
     return f"; the nearest name is {close[0]!r}" if close else ""
 
 
+# Precisions of Lightning and of Accelerate; 16-bit weights are no policy of fxamp's.
+_OF_TRAINERS = {
+    "bf16-mixed": "O1,dtype=bf16", "16-mixed": "O1,dtype=fp16", "fp16-mixed": "O1,dtype=fp16", "32-true": "O0",
+    "32": "O0", "no": "O0",
+}  # fmt: skip
+
+
 def _instead_of_level(text: str, level: str) -> str:
     """Return an addition to an error message on a policy that does not begin with a level: its correct form."""
     words = level.split()
     if len(words) > 1 and words[0] in LEVELS:
         return f"; settings are separated by commas: {','.join((*words, *text.split(',')[1:]))!r}"
+    if instead := _OF_TRAINERS.get(level):
+        return f"; what Lightning and Accelerate call {level!r} is {instead!r} here"
     if level in _DTYPE_SPELLINGS:
         return f"; a policy begins with its level: {f'O1,dtype={text}'!r}"
     if ";" in level:

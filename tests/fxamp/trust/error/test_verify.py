@@ -153,7 +153,8 @@ def test_the_command_leaves_with_0_1_or_2(
     for argv, said in (
         (["net.py:alone"], "let the target return (Linear, batch)"),
         (["net.py:lossless"], "has no loss; let TARGET return (fxamp.TrainStep("),
-        (["net.py:step", "--tolerance", "0"], "is not a finite number above 0"), (["net.py:step", "--policy", "O9"], "O9"),
+        (["net.py:step", "--tolerance", "0"], "is not a finite number above 0"),
+        (["net.py:step", "--policy", "O9"], "O9"),
         (["net.py:step", "--tolerance", "nan"], "is not a finite number above 0"),
     ):  # fmt: skip
         assert main(["error", "--measure", *argv]) == 2
