@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 
 from passes.contract.errors import CaptureError, FxampError, PolicyError
 from passes.contract.policy import nearest
+from passes.contract.public import public
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -17,6 +18,7 @@ class NotFaithfulError(CaptureError):
     """The captured graphs do not compute what the model computes, and what `torch.compile` captures does."""
 
 
+@public
 class NotAModuleError(CaptureError, TypeError):
     """An argument that must be a module is something else. The error is also a CaptureError and a TypeError.
 
@@ -24,7 +26,7 @@ class NotAModuleError(CaptureError, TypeError):
         >>> fxamp.compile("model")
         Traceback (most recent call last):
             ...
-        fxamp.errors.NotAModuleError: fxamp converts a torch.nn.Module, a GraphModule or ... not str.
+        fxamp.NotAModuleError: fxamp converts a torch.nn.Module, a GraphModule or ... not str.
     """
 
 
@@ -43,6 +45,7 @@ class NoLossError(PolicyError):
         self.found = found
 
 
+@public
 class ScaleCollapseError(FxampError, FloatingPointError):
     """Too many optimizer steps in a row were skipped because gradients were not finite.
 
@@ -56,7 +59,7 @@ class ScaleCollapseError(FxampError, FloatingPointError):
         >>> scaler.update()
         Traceback (most recent call last):
             ...
-        fxamp.errors.ScaleCollapseError: 1 steps in a row were skipped, because gradients were not finite...
+        fxamp.ScaleCollapseError: 1 steps in a row were skipped, because gradients were not finite...
     """
 
 

@@ -188,7 +188,8 @@ def output_of(model: nn.Module, inputs: Any) -> Any:
         return model(inputs)
     raise PolicyError(
         "inputs is a tensor, a tuple for model(*inputs) or a mapping for model(**inputs), not "
-        f"{type(inputs).__name__}: give the inputs of one batch, or where it can be given batches=, several."
+        f"{type(inputs).__name__}: give tuple(inputs) for several inputs, (inputs,) for a single one, and of a "
+        "DataLoader the inputs of one batch."
     )
 
 

@@ -10,6 +10,7 @@ import msgspec
 
 from passes.contract.errors import FxampError
 from passes.contract.plan import Plan
+from passes.contract.public import public
 
 from ..harmless import in_notebook
 from ..train.describe import describe
@@ -22,6 +23,7 @@ from .reader import Readable, model_name, plan_in, record_of
 from .record.record import Record
 
 
+@public
 @dataclass(frozen=True)
 class Report:
     """Show one plan: as a table, as a tree, as Markdown, JSON, a page, or a graph for other tools.

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from passes.contract.errors import PolicyError
+from passes.contract.public import public
 
 from .._torch import is_spread
 from ..capture.parameters import require_fp32
@@ -162,6 +163,7 @@ class _Culprits:
         return next((f"{name} ({kind})" for name, kind in self.read()), "")
 
 
+@public
 class LossScaler(torch.amp.GradScaler):
     """Scale losses as `torch.amp.GradScaler` does, with safeguards that GradScaler lacks.
 

@@ -22,6 +22,7 @@ from torch import nn
 
 from .devices import DEVICES
 from .errors import PolicyError
+from .public import public
 
 
 class Level(str, enum.Enum):
@@ -97,6 +98,7 @@ _LIKE = 0.55  # least likeness of a suggested name: "fp8" is like "fp16", and "f
 _FP32_SPELLINGS = ("float32", "torch.float32", "float")
 
 
+@public
 @dataclass(frozen=True, init=False)
 class Policy:
     """How a model is converted: a level, a dtype, a device, and overrides. Its string form can be parsed back.

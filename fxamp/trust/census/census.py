@@ -15,6 +15,7 @@ from tabulate import tabulate
 from torch import nn
 
 from passes.contract.errors import PolicyError, VerificationError
+from passes.contract.public import public
 
 from ..._torch import compiled_call, original_of
 from ...capture.graphs import runner_of
@@ -37,6 +38,7 @@ from .step import Scaling, Step, run, scaling_differences, scaling_of, watched_g
 _SHOWN = 20  # differences in the text
 
 
+@public
 @dataclass(frozen=True, repr=False)
 class Census:
     """What ran in one step.

@@ -625,7 +625,7 @@ def test_a_window_and_a_frozen_region_over_one_view_refuse_each_other() -> None:
     ):
         pass
     run_window(step, range(2))
-    with fxamp.frozen(model):
+    with torch.no_grad(), fxamp.frozen(model):
         model(batch(0))
 
 
