@@ -72,8 +72,8 @@ def convert(
     """Convert a model to mixed precision.
 
     A module gives a *view*: an object of a subclass of the model's class over the model's own `__dict__`. Parameters,
-    buffers, submodules, hooks and attributes are one and the same, and only a call differs. It runs the graphs that
-    TorchDynamo captures of the model. What Python reads meanwhile is guarded, and a guard that fails captures again.
+    buffers, submodules, hooks and attributes are shared with the model; only calling it differs. It runs the graphs
+    that TorchDynamo captures of the model. What Python reads meanwhile is guarded; a guard that fails captures again.
 
     A GraphModule or an ExportedProgram gives a GraphModule: the compiler alone, without Dynamo, and without a check.
 
@@ -81,7 +81,7 @@ def convert(
         model: A module with FP32 parameters (frozen ones may have any dtype), a GraphModule or an ExportedProgram; it
             is not changed. An optimizer that was built before keeps working.
         args: Example inputs, a tuple (a lone tensor is wrapped). With them the present state of a module is captured at
-            once, and checked; nothing of the model runs but the check. Without them it is captured at its first call.
+            once, and checked; the model runs only in the check. Without them it is captured at its first call.
             A graph needs them if its values have no shapes.
         kwargs: Example keyword inputs.
         policy: A level ("O0" to "O3"), a policy string ("O2,dtype=bf16,modules.fc3=fp32") or a Policy; "O1" by default.

@@ -158,7 +158,8 @@ class Report:
     def _made(self) -> dict[str, object]:
         """Return how the plan was made, and what the figures are."""
         r = self.record
-        return {"policy": r.policy, "capture": r.capture, "verified": r.verified, "torch": r.torch, "figures": r.stage}
+        dtypes = {"fake": "recomputed by torch, without values", "symbolic": "by the rules alone"}[r.verified]
+        return {"policy": r.policy, "capture": r.capture, "dtypes": dtypes, "torch": r.torch, "figures": r.stage}
 
 
 def report(converted_or_plan: Readable | TrainStep) -> Report:

@@ -115,7 +115,7 @@ def test_counts_are_counts_of_lines_and_every_figure_has_its_unit() -> None:
     assert text[1:] == [
         "  ! bytes cast: 272 -> 296",
         "  ! low, % of bytes: 1 -> 2",
-        "  ! casts after elimination: 8 -> 9",
+        "  ! casts of the forward: 8 -> 9",
         "  ! fc/linear#0  runs in: bfloat16 -> float32; reason: low: rule -> override: by the policy"
         "  (src/my net.py:12)",
         "  + /softmax#0  runs in: float32  (src/my net.py:15)",
