@@ -78,14 +78,14 @@ def code_being_captured() -> CodeType:
     return codes_in_trace()[0]
 
 
-def forget_compiled(code: CodeType, backend: Callable[..., Any]) -> None:
-    """Drop what Dynamo compiled by one backend for a code object; torch keeps it as long as the process.
+def forget_compiled(code: CodeType, backend: Callable[..., Any] | None = None) -> None:
+    """Drop what Dynamo compiled by one backend, or by all, for a code object; torch keeps it as long as the process.
 
     What others compiled for the code stays, of the user's too: it is shared by all models of a class.
     """
     entries = torch._dynamo.eval_frame._debug_get_cache_entry_list(code)
     others = [e for e in entries if e.backend is not backend and e.guard_manager.extra_state is not None]
-    if not others:
+    if backend is None or not others:
         torch._dynamo.eval_frame.remove_from_cache(code)
         return
     for entry in entries:

@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import get_type_hints
 
 import msgspec
 import torch
@@ -23,6 +24,7 @@ from passes.contract.errors import PlanError
 from passes.contract.plan import Plan
 from passes.contract.plan_format import LONGEST, strictly, write_text
 from passes.contract.policy import Policy
+from passes.contract.public import public
 
 from .errors import in_short
 
@@ -60,6 +62,7 @@ class Range:
         return self.largest is not None and self.largest * ROOM < LARGEST
 
 
+@public
 @dataclass(frozen=True, repr=False)
 class Calibration:
     """Measured ranges of values and gradients, by the keys of nodes.
@@ -154,7 +157,8 @@ class Calibration:
         try:
             if data.pop("version") != _VERSION:
                 raise PlanError(f"{name}: another version of fxamp wrote it; {_AGAIN}")
-            return msgspec.convert(data, cls)
+            kinds = get_type_hints(cls, globals())
+            return cls(**{field: msgspec.convert(data[field], kind) for field, kind in kinds.items()})
         except (AttributeError, KeyError, TypeError, msgspec.ValidationError) as error:
             raise PlanError(f"{name}: JSON, but not a calibration ({in_short(error)}); {_AGAIN}") from error
 

@@ -26,7 +26,7 @@ from .capture.graphs import plan_of as plan_in_place
 from .capture.inputs import Inputs, as_inputs, resolve
 from .capture.parameters import only_read
 from .capture.user_graph import convert_graph, store_low
-from .errors import NotAModuleError
+from .errors import NotAModuleError, names_arguments
 from .measure.fastest import fastest_plan, measured_costs
 from .view.capture import capture as capture_view
 from .view.capture import capture_states
@@ -42,6 +42,13 @@ _VIEW = {  # the arguments that are for a module alone, and their defaults
 }  # fmt: skip
 
 
+_MEANT = {
+    "dtype": 'policy="O1,dtype=bf16"', "level": 'policy="O1"', "opt_level": 'policy="O1"', "precision": 'policy="O1"',
+    "device": 'policy="O1,device=cuda"', "loss_scale": "fxamp.LossScaler", "example_inputs": "args=",
+}  # fmt: skip
+
+
+@names_arguments("convert", _MEANT)
 def convert(
     model: nn.Module | ExportedProgram,
     args: Any = None,
@@ -65,8 +72,8 @@ def convert(
     """Convert a model to mixed precision.
 
     A module gives a *view*: an object of a subclass of the model's class over the model's own `__dict__`. Parameters,
-    buffers, submodules, hooks and attributes are one and the same, and only a call differs. It runs the graphs that
-    TorchDynamo captures of the model. What Python reads meanwhile is guarded, and a guard that fails captures again.
+    buffers, submodules, hooks and attributes are shared with the model; only calling it differs. It runs the graphs
+    that TorchDynamo captures of the model. What Python reads meanwhile is guarded; a guard that fails captures again.
 
     A GraphModule or an ExportedProgram gives a GraphModule: the compiler alone, without Dynamo, and without a check.
 
@@ -362,7 +369,10 @@ def _refuse(model: Any) -> None:
     """Raise for what is not a model, and for one that is converted, compiled, or wrapped already."""
     if not isinstance(model, nn.Module):
         kind = f"the class {model.__name__}: make an instance" if isinstance(model, type) else type(model).__name__
-        raise NotAModuleError(f"fxamp converts a torch.nn.Module, a GraphModule or an ExportedProgram, not {kind}.")
+        way_out = ": make it the forward of a module" if callable(model) and not isinstance(model, type) else ""
+        raise NotAModuleError(
+            f"fxamp converts a torch.nn.Module, a GraphModule or an ExportedProgram, not {kind}{way_out}."
+        )
     kind = type(model).__name__
     if is_view(model):
         raise CaptureError(f"this {kind} is a view of fxamp: use it as it is, or convert the original model.")

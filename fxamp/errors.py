@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
 
 from passes.contract.errors import CaptureError, FxampError, PolicyError
+from passes.contract.policy import nearest
+from passes.contract.public import public
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class NotFaithfulError(CaptureError):
     """The captured graphs do not compute what the model computes, and what `torch.compile` captures does."""
 
 
+@public
 class NotAModuleError(CaptureError, TypeError):
     """An argument that must be a module is something else. The error is also a CaptureError and a TypeError.
 
@@ -18,7 +26,7 @@ class NotAModuleError(CaptureError, TypeError):
         >>> fxamp.compile("model")
         Traceback (most recent call last):
             ...
-        fxamp.errors.NotAModuleError: fxamp converts a torch.nn.Module, a GraphModule or ... not str.
+        fxamp.NotAModuleError: fxamp converts a torch.nn.Module, a GraphModule or ... not str.
     """
 
 
@@ -37,6 +45,7 @@ class NoLossError(PolicyError):
         self.found = found
 
 
+@public
 class ScaleCollapseError(FxampError, FloatingPointError):
     """Too many optimizer steps in a row were skipped because gradients were not finite.
 
@@ -54,7 +63,7 @@ class ScaleCollapseError(FxampError, FloatingPointError):
         >>> scaler.update()
         Traceback (most recent call last):
             ...
-        fxamp.errors.ScaleCollapseError: 1 steps in a row were skipped, because gradients were not finite...
+        fxamp.ScaleCollapseError: 1 steps in a row were skipped, because gradients were not finite...
     """
 
     overflow: Any = None
@@ -65,6 +74,30 @@ class MeasureError(FxampError):
 
     The message says what is missing, and how to get it.
     """
+
+
+def names_arguments(function: str, meant: Mapping[str, str]) -> Callable[[F], F]:
+    """Let the TypeError for an argument that a function does not take say what to write.
+
+    Args:
+        function: what users call it.
+        meant: what to write instead of arguments of other libraries; for others the nearest name is given.
+    """
+
+    def decorate(call: F) -> F:
+        known = inspect.signature(call).parameters
+
+        @functools.wraps(call)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            for name in kwargs:
+                if name not in known:
+                    instead = f": write {meant[name]}" if name in meant else nearest(name, known)
+                    raise TypeError(f"{function}() has no argument {name!r}{instead}")
+            return call(*args, **kwargs)
+
+        return cast(F, checked)
+
+    return decorate
 
 
 def in_short(error: BaseException) -> str:

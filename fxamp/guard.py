@@ -13,6 +13,6 @@ def refuse_foreign_passes() -> None:
     ours = Path(__file__).resolve().parent.parent / "passes" / "__init__.py"
     if found != ours:
         raise ImportError(
-            f"fxamp needs its own package 'passes' ({ours}), but 'import passes' finds {found or 'none'}. Rename that "
-            "module, or put fxamp's folder first on sys.path."
+            f"fxamp brings a package named 'passes' ({ours}), and 'import passes' finds {found or 'none'} instead: "
+            "rename that module, or import it as a part of a package of yours."
         )

@@ -11,6 +11,8 @@ fail.
 
 from __future__ import annotations
 
+import logging
+import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -28,8 +30,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture
-def precision_plan(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PrecisionPlan:
+def precision_plan(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> PrecisionPlan:
     """Compare models with the precision plans committed beside the test."""
     from .report.gate.precision_plan import PrecisionPlan
 
+    # torch writes hundreds of empty records of each capture, for TORCH_TRACE; pytest 9 would print them all.
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", "TORCH_TRACE" not in os.environ)
     return PrecisionPlan(request, tmp_path_factory)

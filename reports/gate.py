@@ -26,8 +26,8 @@ sys.path.insert(0, str(ROOT))
 from torch import nn  # noqa: E402
 
 import fxamp  # noqa: E402
+from fxamp.cli.targets import Target, configured  # noqa: E402
 from fxamp.convert import to_read  # noqa: E402
-from fxamp.report.gate.targets import Target, configured  # noqa: E402
 from fxamp.report.reader import with_totals  # noqa: E402
 from reports.zoo import BY_NAME  # noqa: E402  (the path comes first)
 

@@ -26,6 +26,7 @@ from passes.contract.costs import CostModel
 from passes.contract.errors import PolicyError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy, check_used, nearest, type_names
+from passes.contract.public import public
 from passes.graph.grad import requires_grad
 from passes.graph.notes import Origin, Origins, buffer_origin
 from passes.graph.outputs import read_outputs
@@ -59,6 +60,7 @@ _WITHOUT_AUTOCAST = (
 )
 
 
+@public
 @dataclass(frozen=True)
 class Backend:
     """A backend of `torch.compile`. Backends with the same settings are equal, so a second one recompiles nothing.

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
@@ -285,10 +286,19 @@ def _codes_of(model: nn.Module) -> set[CodeType]:
 
 @contextlib.contextmanager
 def _tracing(settings: dict[str, Any]) -> Iterator[None]:
-    """Trace by these settings of Dynamo; where it traces recurrent layers, one time step of each stands for all."""
+    """Trace by these settings of Dynamo; where it traces recurrent layers, one time step of each stands for all.
+
+    Before an op's error is raised, torch logs its traceback, in each trace anew: the caller gets the error once.
+    """
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
     one_step = fakes_of_one_step() if settings.get("allow_rnn") else contextlib.nullcontext()
-    with dynamo_settings(settings), one_step:
-        yield
+    log.setLevel(logging.CRITICAL)
+    try:
+        with dynamo_settings(settings), one_step:
+            yield
+    finally:
+        log.setLevel(level)
 
 
 def _left_to_python(*, with_all_inside: bool = False, always: bool = False) -> Any:

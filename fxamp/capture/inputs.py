@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -31,11 +32,41 @@ def as_inputs(args: Any, kwargs: Any) -> Inputs | None:
     if args is None:
         args = ()
     if not isinstance(args, (tuple, list)):
-        way_out = "pass kwargs=" if isinstance(args, Mapping) else "write (x,) for one input"
-        raise CaptureError(f"args is a tuple of example inputs, not {type(args).__name__}; {way_out}.")
+        raise CaptureError(f"args is a tuple of example inputs, not {type(args).__name__}; {_instead(args)}.")
     if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise CaptureError(f"kwargs is a dict of example inputs, not {type(kwargs).__name__}.")
+        raise CaptureError(
+            f"kwargs is a dict of example inputs, not {type(kwargs).__name__}; several inputs by position are one "
+            "tuple: fxamp.convert(model, (x, y))."
+        )
     return tuple(args), dict(kwargs or {})
+
+
+def _instead(args: Any) -> str:
+    """Say what to write instead of what is no tuple."""
+    if isinstance(args, Mapping):
+        return "pass kwargs="
+    if isinstance(args, Iterable):
+        return "give the inputs of one batch, such as next(iter(...))[0] where it yields pairs (inputs, target)"
+    return "write (x,) for one input"
+
+
+def misplaced(model: nn.Module, inputs: Inputs) -> str:
+    """Name the input that does not fit the parameters of a model, by its device or dtype; "" where all do."""
+    first = next(model.parameters(), None)
+    if first is None:
+        return ""
+    names = inspect.signature(model.forward).parameters
+    named = {f"input {name!r}": value for name, value in (*zip(names, inputs[0], strict=False), *inputs[1].items())}
+    for name, value in named.items():
+        for tensor in pytree.tree_leaves(value):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            if tensor.device.type != first.device.type:
+                meta = "; a model on meta runs nowhere: model.to_empty(device=...)" if first.is_meta else ""
+                return f"{name} is on {tensor.device}, and the parameters are on {first.device}{meta}"
+            if tensor.dtype is torch.float64 and first.dtype is torch.float32:
+                return f"{name} is float64, which autocast does not cast, and the parameters are float32: give .float()"
+    return ""
 
 
 def resolve(policy: Policy, model: nn.Module, inputs: Any) -> Policy:

@@ -1,68 +1,74 @@
-"""One step of what a TARGET of the command line makes: a model or a TrainStep, with a batch."""
+"""What a TARGET of the command line makes: a model to read, or a step of a model or a TrainStep to run."""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import inspect
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
+import torch
+from torch import nn
+
+from passes.contract.devices import DEVICES
 from passes.contract.errors import FxampError, PolicyError
-from passes.contract.policy import Policy
+from passes.contract.plan import Plan
+from passes.contract.policy import Policy, nearest
 
-if TYPE_CHECKING:
-    from torch import nn
+from ..convert import convert, converted_in, to_read
+from ..target import load_callable, load_target
 
-A_LOSS = (
-    "let TARGET return (fxamp.TrainStep(model, loss_fn, optimizer), (inputs, target)), or a model whose output is a "
-    "loss, or has one as .loss"
-)
+AUTOCAST, FP32 = "autocast", "FP32"
 
 
-def run_target(made: tuple[Any, Any, Any], policy: Policy, *, own: bool) -> tuple[nn.Module | None, list[str]]:
-    """Run a step; return the module that has the plan, None for a model to be converted, and what ran otherwise.
+def converted(target: str, policy: str | None, device: str | None, replayed: Plan | None = None) -> nn.Module:
+    """Import a target and convert its model, to be read and not run."""
+    return read(load_target(target), Policy.of(policy), device, replayed)
 
-    Args:
-        made: what the target returned: (model, args, kwargs), (TrainStep, inputs) or (TrainStep, inputs, target).
-        policy: what a model is converted by.
-        own: no policy was given, so that of a converted model or of a TrainStep holds.
+
+def read(made: tuple[Any, Any, Any], policy: Policy, device: str | None, replayed: Plan | None = None) -> nn.Module:
+    """Convert what a target returned, to be read and not run.
 
     Raises:
-        FxampError: there is nothing to run it with.
-        PolicyError: a policy was given for what has its own.
+        PolicyError: There is no such device.
     """
-    from torch import nn
-
-    from ..convert import convert, converted_in
-    from ..trust.census.census import census
-
-    given, inputs, target = step_of(made, "check: --run needs a batch")
-    whole = given if isinstance(given, nn.Module) else getattr(given, "model", None)
-    has_plan = isinstance(whole, nn.Module) and bool(converted_in(whole))
-    if has_plan and not own:
-        raise PolicyError("check: the target is converted already, by its own policy; leave out --policy")
-    if isinstance(given, nn.Module) and not has_plan:
-        given = convert(given, policy=policy)
-    found = census(given, inputs, target)
-    if found.planned is None:
-        raise FxampError("check: nothing of the target is converted: give the TrainStep what fxamp.convert returned")
-    return whole if has_plan else None, list(map(str, found.differences))
+    if device is not None and device not in DEVICES:
+        raise PolicyError(f"there is no device {device!r}{nearest(device, DEVICES)}; one of {', '.join(DEVICES)}")
+    asked = policy if device is None else replace(policy, device=device)
+    view: nn.Module = to_read(*made, asked, replayed=replayed)
+    return view
 
 
-def step_of(made: tuple[Any, Any, Any], needs: str) -> tuple[Any, Any, Any]:
+def step_of(made: tuple[Any, Any, Any], needs: str, loss: Callable[..., Any] | None = None) -> tuple[Any, Any, Any]:
     """Return a model or a TrainStep, its inputs as every diagnostic takes them, and what its loss compares with.
 
     Raises:
-        FxampError: there is no batch, and who `needs` one.
+        FxampError: There is no batch, and who `needs` one.
     """
-    from torch import nn
-
     model, args, kwargs = made
     if args is None and kwargs is None:
         raise FxampError(f"{needs}: let the target return ({type(model).__name__}, batch)")
+    pair = kwargs is None and isinstance(args, (tuple, list)) and len(args) == 2
+    if pair and (_compares(loss) if isinstance(model, nn.Module) else getattr(model, "loss_fn", None) is not None):
+        return model, *args
     if isinstance(model, nn.Module):
         return model, _batch(model, args, kwargs), None
-    if kwargs is None and isinstance(args, tuple) and len(args) == 2 and getattr(model, "loss_fn", None) is not None:
-        return model, *args  # the step has a loss of its own, so that a pair is inputs and target
     return model, args, kwargs
+
+
+def _compares(loss: Callable[..., Any] | None) -> bool:
+    """Say whether a loss cannot be called with an output alone, so that a pair is inputs and target."""
+    if loss is None:
+        return False
+    try:
+        inspect.signature(loss).bind(None)
+    except TypeError:
+        return True
+    except ValueError:  # a builtin without a signature
+        return False
+    return False
 
 
 def _batch(model: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -71,3 +77,50 @@ def _batch(model: nn.Module, args: Any, kwargs: Any) -> Any:
         return tuple(args) if isinstance(args, list) else args
     args = () if args is None else args if isinstance(args, (tuple, list)) else (args,)
     return inspect.signature(model.forward).bind(*args, **kwargs).arguments
+
+
+def step_asked(args: argparse.Namespace, verb: str) -> tuple[Any, dict[str, Any]]:
+    """Return the model or TrainStep of a target, and its inputs, target, loss and batches as options of a diagnostic.
+
+    Raises:
+        FxampError: There is no batch.
+    """
+    loss = None if args.loss is None else load_callable(args.loss)
+    made = load_target(args.target)
+    options = {} if loss is None else {"loss": loss}
+    if getattr(args, "batches", None) is not None:
+        return made[0], {**options, "batches": load_callable(args.batches)()}
+    model, inputs, target = step_of(made, f"{verb}: a batch is needed", loss)
+    return model, {**options, "inputs": inputs, "target": target}
+
+
+@contextlib.contextmanager
+def under(model: Any, policy: str | None, default: str) -> Iterator[tuple[Any, str]]:
+    """Give a model as it is to run, and a note on what it runs under; a TrainStep or a view has a policy of its own.
+
+    Raises:
+        PolicyError: It has its own policy, and one was given.
+    """
+    whole = model if isinstance(model, nn.Module) else getattr(model, "model", None)
+    if not isinstance(model, nn.Module) or converted_in(model):
+        if policy is not None and isinstance(whole, nn.Module) and converted_in(whole):
+            raise PolicyError("the target is converted already, by its own policy; leave out --policy")
+        if policy is not None:
+            raise PolicyError(f"a {type(model).__name__} runs as it is; leave out --policy, or let it train a view")
+        yield model, ""
+        return
+    level, _, rest = (policy or default).partition(",")
+    if level == AUTOCAST:
+        device = _device(model)
+        dtype = Policy.parse(f"O1{',' * bool(rest)}{rest}").dtype or torch.get_autocast_dtype(device)
+        with torch.autocast(device, dtype):
+            yield model, f"it ran under torch.autocast, in {str(dtype).removeprefix('torch.')}"
+    elif level == FP32:
+        yield model, "it ran as it is, without torch.autocast around it"
+    else:
+        yield convert(model, policy=policy or default), ""
+
+
+def _device(model: nn.Module) -> str:
+    """Return the type of the device of a model's first parameter."""
+    return next((t.device.type for t in (*model.parameters(), *model.buffers())), "cpu")

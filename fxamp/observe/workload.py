@@ -188,7 +188,8 @@ def output_of(model: nn.Module, inputs: Any) -> Any:
         return model(inputs)
     raise PolicyError(
         "inputs is a tensor, a tuple for model(*inputs) or a mapping for model(**inputs), not "
-        f"{type(inputs).__name__}: give tuple(inputs) for several inputs, (inputs,) for a single one."
+        f"{type(inputs).__name__}: give tuple(inputs) for several inputs, (inputs,) for a single one, and of a "
+        "DataLoader the inputs of one batch."
     )
 
 
@@ -206,7 +207,8 @@ def loss_of(output: Any, target: Any, loss: Loss, *, any_will_do: bool = False) 
         return found, ()
     if target is not None:
         raise PolicyError(
-            "a target was given without loss= (loss_fn of a TrainStep): give both, or leave out the target."
+            "a target was given, the third argument, without loss= (loss_fn of a TrainStep): give both, or leave out "
+            "the target; two inputs of a model are one tuple, (x, y)."
         )
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     found = output if found is None and isinstance(output, Tensor) and not output.dim() else found

@@ -10,6 +10,7 @@ import msgspec
 
 from passes.contract.errors import FxampError
 from passes.contract.plan import Plan
+from passes.contract.public import public
 
 from ..harmless import in_notebook
 from ..train.describe import describe
@@ -22,6 +23,7 @@ from .reader import Readable, model_name, plan_in, record_of
 from .record.record import Record
 
 
+@public
 @dataclass(frozen=True)
 class Report:
     """Show one plan: as a table, as a tree, as Markdown, JSON, a page, or a graph for other tools.
@@ -156,7 +158,8 @@ class Report:
     def _made(self) -> dict[str, object]:
         """Return how the plan was made, and what the figures are."""
         r = self.record
-        return {"policy": r.policy, "capture": r.capture, "verified": r.verified, "torch": r.torch, "figures": r.stage}
+        dtypes = {"fake": "recomputed by torch, without values", "symbolic": "by the rules alone"}[r.verified]
+        return {"policy": r.policy, "capture": r.capture, "dtypes": dtypes, "torch": r.torch, "figures": r.stage}
 
 
 def report(converted_or_plan: Readable | TrainStep) -> Report:

@@ -13,6 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from passes.contract.public import public
+
 Reason = Literal["stepped", "accumulating", "overflow", "no_gradients"]
 
 
@@ -41,6 +43,7 @@ def to_host(flag: bool | Tensor) -> bool | Tensor | HostFlag:
     return HostFlag(flag) if isinstance(flag, Tensor) and flag.device.type != "cpu" else flag
 
 
+@public
 @dataclass(frozen=True, eq=False, repr=False)
 class StepResult:
     """The result of one call of a TrainStep.

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from passes.contract.errors import PolicyError
+from passes.contract.public import public
 from passes.graph.values import LOW_DTYPES
 
 from .._torch import is_spread
@@ -163,6 +164,7 @@ class _Culprits:
         return next((f"{name} ({kind})" for name, kind in self.read()), "")
 
 
+@public
 class LossScaler(torch.amp.GradScaler):
     """Scale losses as `torch.amp.GradScaler` does, with safeguards that GradScaler lacks.
 

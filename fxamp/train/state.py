@@ -23,7 +23,7 @@ from passes.contract.plan import Plan
 
 from .._torch import registrations
 from ..capture.graphs import is_compiled
-from ..errors import NotAModuleError
+from ..errors import NotAModuleError, names_arguments
 from ..trust.census.census import CallCensus
 from ..view.switch import policies_in_force
 from ..view.view import is_view
@@ -39,6 +39,15 @@ from .window import ByHand, LossFunction, Window, live, parameters
 
 logger = logging.getLogger("fxamp")
 
+_MEANT = {  # by arguments of other trainers
+    **dict.fromkeys(("grad_clip", "clip_grad_norm", "gradient_clip_val", "max_norm", "clip"), "max_grad_norm="),
+    **dict.fromkeys(
+        ("gradient_accumulation_steps", "accumulate_grad_batches", "grad_accum", "accumulation"), "accumulate_steps="
+    ),
+    **dict.fromkeys(("grad_scaler", "loss_scale", "loss_scaler"), "scaler="),
+    **dict.fromkeys(("criterion", "loss"), "loss_fn="), "lr_scheduler": "scheduler=",
+    **dict.fromkeys(("policy", "dtype", "precision"), "fxamp.convert(model, policy=...), and give its view"),
+}  # fmt: skip
 _LENGTHS = ("step_size", "T_max", "T_0")  # after which a scheduler changes the rate, or begins again
 _EPOCHS = (10, 300)  # as many steps as runs have epochs
 
@@ -53,6 +62,7 @@ class TrainState:
         torn: The last window was left while its optimizers stepped.
     """
 
+    @names_arguments("TrainStep", _MEANT)
     def __init__(
         self,
         model: nn.Module,

@@ -25,6 +25,7 @@ from passes.contract.errors import PolicyError
 from passes.contract.plan import Plan
 from passes.contract.plan_format import replacing
 from passes.contract.policy import Policy
+from passes.contract.public import public
 from passes.graph.values import no_autocast
 
 from .._torch import is_spread
@@ -45,6 +46,7 @@ from .weights import WeightCasts
 from .window import UNWEIGHTED, Mean, Weight, Window, first_with_gradient, loss_of, range_of, refuse_constant
 
 
+@public
 class TrainStep(TrainState):
     """Run one training step per call.
 

@@ -26,7 +26,7 @@ from passes.ops import ops
 from .._torch import dynamo_errors, storage_id
 from ..capture.call import Call, begin
 from ..capture.graph import graphs_in
-from ..capture.inputs import Inputs
+from ..capture.inputs import Inputs, misplaced
 from ..capture.run import Captured
 from ..capture.state import STATES, State, in_state, state_of
 from ..errors import in_short
@@ -130,7 +130,7 @@ def _capture_on(runner: Runner, model: nn.Module, inputs: Inputs, state: State, 
             if type(e) not in (TypeError, RuntimeError, dynamo_errors().TorchRuntimeError):
                 raise
             why = _GOT.search(str(e))
-            said = why[1] if why else in_short(e)
+            said = misplaced(model, inputs) or (why[1] if why else in_short(e))
             way_out = f" ({advice})" if (advice := runner.of_autocast(said)) else ""
             raise CaptureError(f"{type(runner.model).__name__} rejects the example inputs: {said}{way_out}") from e
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -172,6 +173,12 @@ class Copies:
         grad = grad and torch.is_grad_enabled()
         if self.scope == "cast_once" and not (grad or master.requires_grad):
             return cast(master, dtype, flagged)  # a teacher, which loops write through `.data`
+        if self.scope == "frozen" and "grad" not in self._said and grad and master.requires_grad:
+            self._said.add("grad")
+            warnings.warn(
+                "a call inside fxamp.frozen records gradients, and none reaches a weight there: call under "
+                "torch.no_grad() for inference, or train outside of the region.", stacklevel=2,
+            )  # fmt: skip
         copy = self._copies.get((id(master), dtype))
         if copy is None or not (copy.valid and (self.scope == "frozen" or copy.is_of(master))):
             copy = self._cast(master, dtype, copy)

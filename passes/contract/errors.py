@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from .public import public
 
+
+@public
 class FxampError(Exception):
     """The base class of every error that fxamp raises on purpose.
 
@@ -15,6 +18,7 @@ class FxampError(Exception):
     """
 
 
+@public
 class CaptureError(FxampError, RuntimeError):
     """The model cannot be captured faithfully, or is called in a way that its capture does not cover.
 
@@ -24,10 +28,11 @@ class CaptureError(FxampError, RuntimeError):
         >>> fxamp.plan_of(nn.Linear(8, 4))
         Traceback (most recent call last):
             ...
-        passes.contract.errors.CaptureError: ...
+        fxamp.CaptureError: ...
     """
 
 
+@public
 class PolicyError(FxampError, ValueError):
     """The policy asks for something unknown, contradictory, or missing on this device. The error is also a ValueError.
 
@@ -35,10 +40,11 @@ class PolicyError(FxampError, ValueError):
         >>> fxamp.Policy("O1", dtype="fp8")
         Traceback (most recent call last):
             ...
-        passes.contract.errors.PolicyError: dtype 'fp8' is not a low dtype; legal: fp16, bf16 ...
+        fxamp.PolicyError: dtype 'fp8' is not a low dtype; legal: fp16, bf16 ...
     """
 
 
+@public
 class PlanError(FxampError, ValueError):
     """A plan does not fit the graph, or cannot be read. The error is also a ValueError.
 
@@ -46,10 +52,11 @@ class PlanError(FxampError, ValueError):
         >>> fxamp.Plan.from_json("{}")
         Traceback (most recent call last):
             ...
-        passes.contract.errors.PlanError: plan: JSON, but not a plan (no "version"); ...
+        fxamp.PlanError: plan: JSON, but not a plan (no "version"); ...
     """
 
 
+@public
 class VerificationError(FxampError):
     """A rewritten graph does not do what its plan says, which is a defect of fxamp or of a rule that was registered.
 

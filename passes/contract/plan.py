@@ -32,6 +32,7 @@ from .plan_format import (
     write_text,
 )
 from .policy import Policy
+from .public import public
 from .reasons import DEVIATIONS
 
 CERTIFICATE = "certificate"  # how a note of the certificate of a plan begins
@@ -47,6 +48,7 @@ def installed() -> str:
         return ""
 
 
+@public
 @dataclass(frozen=True)
 class Decision:
     """The dtype that one node runs in, and the reason.
@@ -105,6 +107,7 @@ class Decision:
         return "\n".join([*lines, *[f"  {self.source}"] * bool(self.source)])
 
 
+@public
 @dataclass(frozen=True)
 class Plan:
     """The decisions on all nodes of a model, in graph order, and the policy and versions that they were made with.
@@ -278,7 +281,7 @@ class Plan:
             'dynamo'
         """
         data = strictly(text, name, "plan")
-        if not isinstance(data, dict) or not isinstance(data.get("version"), int):
+        if not isinstance(data, dict) or type(data.get("version")) is not int:
             raise PlanError(f'{name}: JSON, but not a plan (no "version"); {REMEDY}')
         if data["version"] < 1:
             raise PlanError(f"{name}: there is no plan format {data['version']}; {REMEDY}")

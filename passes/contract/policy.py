@@ -22,6 +22,7 @@ from torch import nn
 
 from .devices import DEVICES
 from .errors import PolicyError
+from .public import public
 
 
 class Level(str, enum.Enum):
@@ -97,6 +98,7 @@ _LIKE = 0.55  # least likeness of a suggested name: "fp8" is like "fp16", and "f
 _FP32_SPELLINGS = ("float32", "torch.float32", "float")
 
 
+@public
 @dataclass(frozen=True, init=False)
 class Policy:
     """How a model is converted: a level, a dtype, a device, and overrides. Its string form can be parsed back.
@@ -359,11 +361,20 @@ def nearest(name: str, candidates: Iterable[str]) -> str:
     return f"; the nearest name is {close[0]!r}" if close else ""
 
 
+# Precisions of Lightning and of Accelerate; 16-bit weights are no policy of fxamp's.
+_OF_TRAINERS = {
+    "bf16-mixed": "O1,dtype=bf16", "16-mixed": "O1,dtype=fp16", "fp16-mixed": "O1,dtype=fp16", "32-true": "O0",
+    "32": "O0", "no": "O0",
+}  # fmt: skip
+
+
 def _instead_of_level(text: str, level: str) -> str:
     """Return an addition to an error message on a policy that does not begin with a level: its correct form."""
     words = level.split()
     if len(words) > 1 and words[0] in LEVELS:
         return f"; settings are separated by commas: {','.join((*words, *text.split(',')[1:]))!r}"
+    if instead := _OF_TRAINERS.get(level):
+        return f"; what Lightning and Accelerate call {level!r} is {instead!r} here"
     if level in _DTYPE_SPELLINGS:
         return f"; a policy begins with its level: {f'O1,dtype={text}'!r}"
     if ";" in level:

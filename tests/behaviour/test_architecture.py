@@ -92,8 +92,8 @@ ARROWS = {
     "fxamp.lightning": ".integrations",
     "fxamp.huggingface": ".integrations",
     "fxamp.cli": (
-        ".convert .demo .errors .harmless .report .report.diff .report.gate .target .trust.census .trust.choice "
-        ".trust.error passes passes.contract passes.ops"
+        "fxamp .convert .demo .errors .harmless .report .report.diff .report.gate .target .trust.census "
+        "passes passes.contract passes.ops"
     ),
     "fxamp.__main__": ".cli",
 }

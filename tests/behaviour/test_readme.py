@@ -22,9 +22,9 @@ ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 GUIDES = ROOT / ".github" / "docs"
 PAGES = [README, *sorted(ROOT.glob(".github/**/*.md"))]
-TRAINERS = "## In the trainers you use"  # other libraries, with warnings of their own
+OTHERS = ("trainers", "serving")  # which run other libraries, with warnings of their own
 MOST_LINES = 200
-SLOW = ("overflow", "error", "trainers")
+SLOW = ("overflow", "error", "trainers", "serving")
 
 
 def text_of(page: Path) -> str:
@@ -39,13 +39,11 @@ def run_examples(page: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Run the examples of a page one after the other, and return the names that they leave."""
     module = types.ModuleType("readme")
     monkeypatch.setitem(sys.modules, "readme", module)  # Dynamo looks up the globals of a function there
-    own, _, others = text_of(page).partition(TRAINERS)
-    for part in (own, others):
-        for number, block in enumerate(b for b in blocks(part, "python") if not b.startswith("# train.py\n")):
-            with warnings.catch_warnings():
-                if part is others or page.stem == "trainers":
-                    warnings.simplefilter("ignore")
-                exec(compile(block, f"{page.name}, example {number}", "exec"), vars(module))
+    for number, block in enumerate(b for b in blocks(text_of(page), "python") if not b.startswith("# train.py\n")):
+        with warnings.catch_warnings():
+            if page.stem in OTHERS:
+                warnings.simplefilter("ignore")
+            exec(compile(block, f"{page.name}, example {number}", "exec"), vars(module))
     return vars(module)
 
 
@@ -128,9 +126,22 @@ def test_links_lead_to_files(page: Path) -> None:
     assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
 
 
-def test_every_report_is_linked_from_the_readme() -> None:
-    linked = set(re.findall(r"\((reports/\w+\.md)\)", text_of(README)))
-    assert {p.relative_to(ROOT).as_posix() for p in ROOT.glob("reports/*.md")} <= linked
+def test_every_report_is_linked_from_the_readme_or_a_page_that_it_links() -> None:
+    pages = [README, *(README.parent / link for link in re.findall(r"\]\(([\w./]+\.md)", text_of(README)))]
+    linked = {
+        (page.parent / link).resolve() for page in pages for link in re.findall(r"\]\(([\w./]+\.md)", text_of(page))
+    }
+    assert {p.resolve() for p in ROOT.glob("reports/*.md")} <= linked
+
+
+def test_every_message_that_has_advice_is_one_of_fxamp() -> None:
+    joined = re.compile(r'"\s*\n\s*f?"')  # of a text over several lines
+    sources = [p for package in ("fxamp", "passes") for p in (ROOT / package).rglob("*.py")]
+    text = "".join(joined.sub("", source.read_text(encoding="utf-8")) for source in sources)
+    rows = re.findall(r"^\| (`.*?`) \| .* \| .* \|$", text_of(GUIDES / "messages.md"), re.MULTILINE)
+    messages = [message for row in rows for message in re.findall(r"`(.*?)`", row)]
+    assert len(messages) > 20
+    assert [message for message in messages if message not in text] == []
 
 
 def test_figures_of_the_readme_are_those_of_the_reports() -> None:
@@ -175,7 +186,7 @@ def test_the_gate_says_what_the_readme_prints(
     gate = text_of(README).partition("## Check decisions in CI")[2]
     # As the table of pyproject.toml says it, but in this process: a configured target has one of its own.
     told = dict(re.findall(r'^(\w+) = "(.*)"$', blocks(gate, "toml")[0], re.MULTILINE))
-    check = ["check", told["target"], "--policy", told["policy"], "--plan", told["plan"]]
+    check = ["check", "--here", told["target"], "--policy", told["policy"], "--plan", told["plan"]]
     Path("net.py").write_text(net, encoding="utf-8")
     assert main([*check, "--update"]) == 0
     assert main(check) == 0

@@ -6,6 +6,7 @@ import ast
 import doctest
 import functools
 import inspect
+import pickle
 import re
 import textwrap
 from collections.abc import Iterator
@@ -76,6 +77,14 @@ def test_examples_run_as_printed(
     told: list[str] = []
     doctest.DocTestRunner(optionflags=FLAGS).run(test, out=told.append)
     assert not told, "".join(told)
+
+
+def test_public_names_are_shown_as_users_write_them() -> None:
+    assert dir(fxamp) == sorted(fxamp.__all__)
+    for name in fxamp.__all__:
+        if isinstance(value := getattr(fxamp, name), type):
+            assert f"{value.__module__}.{value.__qualname__}" == f"fxamp.{name}"
+            assert pickle.loads(pickle.dumps(value)) is value
 
 
 def test_every_public_name_has_an_example() -> None:

@@ -20,9 +20,9 @@ def test_a_module_in_front_is_named_with_its_place(tmp_path: Path) -> None:
     (tmp_path / "passes.py").write_text("x = 1\n")
     result = run(tmp_path)
     assert result.returncode == 1
-    assert "ImportError: fxamp needs its own package 'passes'" in result.stderr
+    assert "ImportError: fxamp brings a package named 'passes'" in result.stderr
     assert str(tmp_path / "passes.py") in result.stderr
-    assert "Rename that module" in result.stderr
+    assert "rename that module" in result.stderr
 
 
 def test_a_folder_in_front_without_code_is_no_hindrance(tmp_path: Path) -> None:

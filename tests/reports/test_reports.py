@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxamp
-from fxamp.report.gate.targets import configured
+from fxamp.cli.targets import configured
 from fxamp.train.step import TrainStep
 from passes.contract.plan import Plan
 from passes.contract.reasons import DEVIATIONS
@@ -33,6 +33,7 @@ from reports import (
     gate,
     scaling,
     shown,
+    summary,
     training,
 )
 from reports.made import headed, made, sentence
@@ -237,14 +238,15 @@ def test_cast_once_a_window_weights_leave_a_part_of_what_autocast_casts(model: s
         assert rows[f"{level} per_step"]["saved_bytes"] <= rows["torch.autocast"]["saved_bytes"]
 
 
-def test_the_first_table_of_the_readme_is_that_of_the_report() -> None:
+def test_tables_by_size_are_those_of_the_figures() -> None:
     rows = [casts._row(**row) for row in _committed("casts.json")["rows"]]
-    readme = REPORTS.parent.joinpath("README.md").read_text(encoding="utf-8")
     tables = [casts.by_size(rows, quantity) for quantity in casts.QUANTITIES.values()]
     assert tables[0]
     assert all(table in REPORTS.joinpath("casts.md").read_text() for table in tables)
-    first = readme[readme.index("\n| ") + 1 :].split("\n\n")[0]
-    assert first in [table for table in tables if table]
+
+
+def test_the_table_of_the_readme_is_that_of_the_reports() -> None:
+    assert f"\n\n{summary.table()}\n\n" in REPORTS.parent.joinpath("README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("model", [*casts.SIZES])

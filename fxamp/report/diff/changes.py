@@ -25,7 +25,7 @@ PLAN_KEY, MODULES, RULE = "(plan)", "(modules)", "(rule"
 SIGNS = {"added": "+", "removed": "-", "changed": "!"}
 _LABELS = {
     "colour": "runs in", "autocast_dtype": "under autocast", "kind": "rule",
-    "inserted_casts": "casts inserted", "casts": "casts after elimination", "cast_bytes": "bytes cast",
+    "inserted_casts": "casts inserted", "casts": "casts of the forward", "cast_bytes": "bytes cast",
     "saved_bytes": "bytes saved for backward", "low_bytes": "low, % of bytes", "low_flops": "low, % of FLOPs",
     "fp32_ops": "ops in FP32", "unknown_ops": "ops without a rule",
 }  # fmt: skip

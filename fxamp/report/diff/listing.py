@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 
 from tabulate import tabulate
 
+from passes.contract.public import public
+
 from ...harmless import as_text, markdown, visible
 from .changes import PLAN_KEY, RULE, Change
 
@@ -21,6 +23,7 @@ _STYLE = (
 )
 
 
+@public
 @dataclass(frozen=True)
 class GraphDiff:
     """The changes between two sides, in graph order. Its truth value is True if the two differ.

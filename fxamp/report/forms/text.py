@@ -146,7 +146,7 @@ def counts_of(record: Record, state: State) -> dict[str, object]:
         "nodes": len(nodes),
         "colours": _joined(Counter(node.colour for node in nodes)),
         before: record.inserted_casts,
-        "casts after elimination": "not known of a state" if casts is None else casts,
+        "casts of the forward": "not known of a state" if casts is None else casts,
         "deviations from autocast": _joined(Counter(n.reason_code for n in nodes if n.reason_code in DEVIATIONS)),
     }
 

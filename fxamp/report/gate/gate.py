@@ -1,6 +1,7 @@
 """The gate compares the present plan of a model with the committed plan and with budgets.
 
-Decisions, casts and totals are compared; lines, times and versions never are.
+Decisions, casts and totals are compared; lines, times and versions never are. Where only the reason of a decision has
+changed, which is a sentence, the plan is kept.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class Outcome:
         broken: a sentence for each budget that is exceeded.
         totals: present totals.
         plan: path of the committed plan; "" for none.
-        ran: a sentence for each thing that did not run as planned, if a step was run.
+        ran: a sentence for each thing that did not run as planned, or as in the census, if a step was run.
+        census: path of the committed census; "" for none.
+        seconds: how long the check took.
     """
 
     target: str
@@ -52,21 +55,31 @@ class Outcome:
     totals: dict[str, float] = field(default_factory=dict)
     plan: str = ""
     ran: tuple[str, ...] = ()
+    census: str = ""
+    seconds: float = 0.0
+
+    @property
+    def is_update_asked(self) -> bool:
+        """Whether `--update` makes it pass, if what changed is intended."""
+        by_census = any(self.census and self.census in text for text in self.ran)
+        return self.status == CHANGED and (bool(self.changes) or by_census)
 
 
 def check(
     target: str, make: Callable[[Plan | None], nn.Module], plan: str | os.PathLike[str] | None,
-    budgets: Sequence[Budget], update: bool, counts: Mapping[str, float] | None = None,
+    budgets: Sequence[Budget], update: bool, counts: Mapping[str, float] | None = None, strict: bool = False,
 ) -> Outcome:  # fmt: skip
     """Compare a converted model with its plan, and its totals with budgets.
 
     On every machine, decisions use the measured facts that the plan was made with. With measured costs, `make` gets the
     plan to replay, since times are never the same. `update` writes a plan that is missing or has changed, by the facts
-    of this machine. `counts` are totals that plans do not have, for budgets. PlanError if the plan is missing, cannot
-    be read, or is of another model; PolicyError if a budget is of a total that is not known.
+    of this machine; folders on its way are made. `counts` are totals that plans do not have, for budgets. With `strict`
+    a change of a reason alone counts too. PlanError if the plan is missing, cannot be read, or is of another model;
+    PolicyError if a budget is of a total that is not known.
     """
     name = "" if plan is None else os.fspath(plan)
-    before = _committed(name, update) if name else None
+    file = Path(name).absolute()  # the model may change the directory
+    before = _committed(file, name, update) if name else None
     machine = None if update or before is None else _machine(before, name)
     replayed = None if update or before is None or before.policy.cost != "measured" else before
     try:
@@ -86,26 +99,35 @@ def check(
     broken = [text for b in budgets for text in b.broken(totals, against.totals if against else None)]
     wrote = bool(name) and update and (before is None or bool(found))
     if wrote:
-        now.save(name)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        now.save(file)
     changes = () if update else tuple(found.changes)
+    changed = bool(broken) or any(strict or not is_reason(change) for change in changes)
     places = {n.key: Place(n.file, n.line) for n in record.nodes if n.line}
     return Outcome(
-        target, CHANGED if changes or broken else KEPT, _message(target, found, before, now, broken, name, wrote),
-        changes, {c.key: places[c.key] for c in changes if c.key in places}, tuple(broken), totals, name,
+        target, CHANGED if changed else KEPT, _message(target, found, before, now, broken, name, wrote), changes,
+        {c.key: places[c.key] for c in changes if c.key in places}, tuple(broken), totals, name,
     )  # fmt: skip
 
 
-def with_run(outcome: Outcome, differences: Sequence[str]) -> Outcome:
-    """Return an outcome with what a census of a step has found."""
-    found = f"{len(differences)} differences in what ran" if differences else "ran as planned"
-    message = f"{outcome.message}, {found}".replace(": as planned, ", ": as planned and ")
+def is_reason(change: Change) -> bool:
+    """Say whether it is the reason of a decision alone that has changed here."""
+    return change.kind == "changed" and change.field == "reason"
+
+
+def with_run(outcome: Outcome, differences: Sequence[str], found: str, census: str = "") -> Outcome:
+    """Return an outcome with what a step has shown: a sentence for each difference, and `found`, which sums them up.
+
+    `census` is the path of the census that it was compared with, "" for the plan.
+    """
+    message = f"{outcome.message}, {found}".replace(": as planned, ", ": as planned and " if not differences else ": ")
     status = max(outcome.status, CHANGED if differences else KEPT)
-    return replace(outcome, status=status, message=message, ran=tuple(differences))
+    return replace(outcome, status=status, message=message, ran=(*outcome.ran, *differences), census=census)
 
 
-def _committed(plan: str, update: bool) -> Plan | None:
-    if Path(plan).exists():
-        return Plan.load(plan, newer=True)
+def _committed(file: Path, plan: str, update: bool) -> Plan | None:
+    if file.exists():
+        return Plan.load(file, newer=True)
     if update:
         return None
     raise PlanError(f"there is no plan {plan!r} yet: write it with --update, and commit it")
@@ -151,7 +173,9 @@ def _message(
     if wrote:
         return f"{target}: {'wrote' if before is None else 'updated'} {plan}"
     parts = []
-    if found:
+    if found and all(map(is_reason, found.changes)):
+        parts.append(f"as planned, {len(found.changes)} for another reason than in {plan}")
+    elif found:
         parts.append(f"{counted(found.changes)} against {plan}")
     if broken:
         parts.append(f"{len(broken)} budget{'s' * (len(broken) > 1)} broken")

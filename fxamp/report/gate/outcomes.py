@@ -18,6 +18,8 @@ from urllib.parse import quote
 
 from tabulate import tabulate
 
+from passes.contract.plan import installed
+
 from ...harmless import markdown, visible
 from ..diff.changes import PLAN_KEY, Change, lines, rows
 from .gate import KEPT, UNKNOWN, WAY_OUT, Outcome
@@ -33,20 +35,22 @@ _RULES = {
     "decision-removed": "A node of the committed plan is gone.",
     "plan-changed": "A total, the policy or the capture is not that of the committed plan.",
     "over-budget": "A total is over its budget.",
+    "ran-otherwise": "An op of a step did not run as planned, or as in the committed census.",
 }
+_HELP = "https://fxamp.github.io/fxamp/checking.html"
 
 
 def to_text(outcomes: Sequence[Outcome], way_out: str = WAY_OUT) -> str:
     """Write a line for each target, under it what changed and which budgets are broken, and at last a way out."""
     out = []
-    for outcome in outcomes:
+    for outcome in (o for o in outcomes if o.status != UNKNOWN):  # whose message is an error's
         out.append(visible(outcome.message))
         out += [f"  over budget: {visible(text)}" for text in outcome.broken]
         out += [f"  {visible(text)}" for text in outcome.ran]
         out += [f"  {line}" for _, line in lines(outcome.changes, outcome.places)]
-    if way_out and any(outcome.changes for outcome in outcomes):
+    if way_out and any(outcome.is_update_asked for outcome in outcomes):
         out.append(way_out)
-    return "\n".join(out) + "\n"
+    return "".join(f"{line}\n" for line in out)
 
 
 def to_markdown(outcomes: Sequence[Outcome]) -> str:
@@ -54,13 +58,15 @@ def to_markdown(outcomes: Sequence[Outcome]) -> str:
     parts, room = ["## Precision\n"], _SUMMARY
     for outcome in outcomes:
         mark = "✅" if outcome.status == KEPT else "❌"
-        found = [[markdown(cell) for cell in row] for row in rows(outcome.changes)]
+        found = [[*(markdown(cell) for cell in row), _line(outcome, row[1])] for row in rows(outcome.changes)]
         section = [f"{mark} {markdown(outcome.message)}\n"]
         section += [f"- over budget: {markdown(text)}\n" for text in outcome.broken]
         section += [f"- {markdown(text)}\n" for text in outcome.ran[:_SHOWN]]
         if found:
-            table = tabulate(found[:_SHOWN], ("change", "node", "what"), "pipe", disable_numparse=True)
-            section.append(f"\n{table}\n\n{WAY_OUT}\n")
+            table = tabulate(found[:_SHOWN], ("change", "node", "what", "line"), "pipe", disable_numparse=True)
+            section.append(f"\n{table}\n")
+        if outcome.is_update_asked:
+            section.append(f"\n{WAY_OUT}\n")
         if len(found) > _SHOWN:
             section.append(f"\n{len(found) - _SHOWN} more changes are left out here.\n")
         text = "".join(section)
@@ -69,6 +75,12 @@ def to_markdown(outcomes: Sequence[Outcome]) -> str:
         room -= len(text.encode())
         parts.append(text)
     return "\n".join(parts)
+
+
+def _line(outcome: Outcome, key: str) -> str:
+    """Return the user's line of a node, for a cell of a table; "" where it is not known."""
+    place = outcome.places.get(key)
+    return "" if place is None else markdown(f"{place.file}:{place.line}")
 
 
 def to_json(outcomes: Sequence[Outcome]) -> str:
@@ -81,15 +93,16 @@ def to_github(outcomes: Sequence[Outcome]) -> str:
     out = []
     for outcome in outcomes:
         if outcome.status != KEPT:
-            out.append(_command("error", outcome.message + f"\n{WAY_OUT}" * bool(outcome.changes)))
+            out.append(_command("error", outcome.message + f"\n{WAY_OUT}" * outcome.is_update_asked))
         out += [_command("error", f"{outcome.target}: {text}") for text in (*outcome.broken, *outcome.ran)]
+        level = "notice" if outcome.status == KEPT else "warning"
         by_place: dict[tuple[str, int], list[str]] = {}
         for key, said in lines(outcome.changes):
             if (place := outcome.places.get(key)) is not None:
                 by_place.setdefault((place.file, place.line), []).append(said)
         title = f"precision of {outcome.target}"
         for (file, line), texts in list(by_place.items())[:_ANNOTATIONS]:
-            out.append(_command("warning", "\n".join(texts), file=file, line=str(line), title=title))
+            out.append(_command(level, "\n".join(texts), file=file, line=str(line), title=title))
     return "".join(f"{line}\n" for line in out) or "as planned\n"
 
 
@@ -108,7 +121,7 @@ def to_junit(outcomes: Sequence[Outcome]) -> str:
     """Write a suite for each target: a test for its plan, and one for every budget that is exceeded."""
     whole = ET.Element("testsuites", name="fxamp check")
     for outcome in outcomes:
-        suite = ET.SubElement(whole, "testsuite", name=visible(outcome.target))
+        suite = ET.SubElement(whole, "testsuite", name=visible(outcome.target), time=f"{outcome.seconds:.3f}")
         for name, kind, message, told in _tests(outcome):
             case = ET.SubElement(suite, "testcase", name=visible(name), classname=visible(outcome.target))
             if kind:
@@ -125,7 +138,7 @@ def _tests(outcome: Outcome) -> Iterator[tuple[str, str, str, list[str]]]:
     if outcome.status == UNKNOWN:
         yield "plan", "error", outcome.message, []
         return
-    if not outcome.changes:
+    if outcome.status == KEPT or not outcome.changes:
         yield "plan", "", "", []
     else:
         found = lines(outcome.changes, outcome.places)
@@ -145,20 +158,23 @@ def to_sarif(outcomes: Sequence[Outcome]) -> str:
     if len(results) > MOST:
         left_out = f"{len(results) - MOST} of {len(results)} results are left out."
         said.append({"level": "warning", "message": _message(left_out)})
-    rules = [{"id": name, "shortDescription": {"text": text}} for name, text in _RULES.items()]
+    rules = [
+        {"id": name, "shortDescription": {"text": text}, "helpUri": f"{_HELP}#{name}"} for name, text in _RULES.items()
+    ]
+    version = {"version": installed()} if installed() else {}
+    driver = {"name": "fxamp", "informationUri": _HELP, **version, "rules": rules}
     invocation: dict[str, Any] = {"executionSuccessful": all(o.status != UNKNOWN for o in outcomes)}
     if said:
         invocation["toolExecutionNotifications"] = said
-    run = {
-        "tool": {"driver": {"name": "fxamp", "rules": rules}}, "invocations": [invocation], "results": results[:MOST],
-    }  # fmt: skip
+    run = {"tool": {"driver": driver}, "invocations": [invocation], "results": results[:MOST]}
     return json.dumps({"runs": [run], "version": "2.1.0", "$schema": _SCHEMA}, indent=2, ensure_ascii=False) + "\n"
 
 
 def _over_budget(outcome: Outcome) -> Iterable[dict[str, Any]]:
-    for text in (*outcome.broken, *outcome.ran):
-        key = text.partition(" is ")[0]
-        yield _result("over-budget", "error", outcome, text, key, "budget")
+    for text in outcome.broken:
+        yield _result("over-budget", "error", outcome, text, text.partition(" is ")[0], "budget")
+    for text in outcome.ran:
+        yield _result("ran-otherwise", "error", outcome, text, text.partition(": ")[0], "run")
 
 
 def _changed(outcome: Outcome) -> Iterable[dict[str, Any]]:
@@ -167,7 +183,8 @@ def _changed(outcome: Outcome) -> Iterable[dict[str, Any]]:
         rule = "plan-changed" if change.key == PLAN_KEY else f"decision-{change.kind}"
         by_node.setdefault((rule, change.key), []).append(change)
     for (rule, key), changes in by_node.items():
-        yield _result(rule, "warning", outcome, "; ".join(line for _, line in lines(changes)), key, rule)
+        level = "note" if outcome.status == KEPT else "error"  # where the command exits with 1, it is one
+        yield _result(rule, level, outcome, "; ".join(line for _, line in lines(changes)), key, rule)
 
 
 def _result(rule: str, level: str, outcome: Outcome, text: str, key: str, kind: str) -> dict[str, Any]:
@@ -175,7 +192,7 @@ def _result(rule: str, level: str, outcome: Outcome, text: str, key: str, kind: 
     made: dict[str, Any] = {"ruleId": rule, "level": level, "message": _message(f"{outcome.target}: {text}")}
     # Code scanning shows no result without a place: where no line is known it is the plan.
     place = outcome.places.get(key)
-    file, line = (place.file, place.line) if place is not None else (outcome.plan, 1)
+    file, line = (place.file, place.line) if place is not None else (outcome.plan or outcome.census, 1)
     if file:
         physical = {"artifactLocation": _artifact(file), "region": {"startLine": line}}
         logical = [{"fullyQualifiedName": visible(key)}]

@@ -15,6 +15,7 @@ from tabulate import tabulate
 from torch import nn
 
 from passes.contract.errors import PolicyError, VerificationError
+from passes.contract.public import public
 
 from ..._torch import compiled_call, original_of
 from ...capture.graphs import runner_of
@@ -37,6 +38,7 @@ from .step import Scaling, Step, run, scaling_differences, scaling_of, watched_g
 _SHOWN = 20  # differences in the text
 
 
+@public
 @dataclass(frozen=True, repr=False)
 class Census:
     """What ran in one step.
@@ -126,7 +128,9 @@ class Census:
         shown = tabulate(
             table, ("dtype", "products", "GFLOP", "% of FLOPs", "other ops"), "plain", disable_numparse=True
         )
-        casts = f"casts: {sum(r.casts for r in self.ran)}, {sum(r.cast_bytes for r in self.ran) / 1e6:.3g} MB"
+        casts = (
+            f"casts of the step: {sum(r.casts for r in self.ran)}, {sum(r.cast_bytes for r in self.ran) / 1e6:.3g} MB"
+        )
         planned = "no plan" if self.share is None else f"as planned: {100 * self.share:.1f} % of FLOPs"
         lines = [f"{self.name}{f', {self.policy}' if self.policy else ''}; {planned}", shown, casts]
         if self.scaling.low_gradients:

@@ -24,6 +24,7 @@ from tabulate import tabulate
 from passes.contract.errors import FxampError, PolicyError
 from passes.contract.plan import Plan
 from passes.contract.policy import SHORT
+from passes.contract.public import public
 from passes.graph.values import no_autocast
 
 from ...convert import convert, plan_of
@@ -74,6 +75,7 @@ class Option:
     skipped: int = 0
 
 
+@public
 @dataclass(frozen=True, repr=False)
 class Advice:
     """What each way to train costs and gives, and which to take.

@@ -15,6 +15,7 @@ from torch import Tensor
 from passes._torch import pytree
 from passes.contract.errors import PolicyError
 from passes.contract.policy import nearest
+from passes.contract.public import public
 
 from .rounding import blocks
 
@@ -103,6 +104,7 @@ class Errors:
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
+@public
 @dataclass(frozen=True, repr=False)
 class ErrorReport:
     """The errors of a model under several policies.

@@ -27,6 +27,7 @@ from passes._torch import OpOverload, own_schema, pytree
 from passes.contract.errors import PolicyError
 from passes.contract.plan import Decision
 from passes.contract.policy import Policy, dtype_name
+from passes.contract.public import public
 from passes.contract.reasons import Code
 from passes.graph.aliases import mutated_operands
 from passes.graph.bodies import Body
@@ -66,6 +67,7 @@ class Operand:
         return f"{self.dtype}{list(self.shape)} in [{self.least:.3g}, {self.largest:.3g}]"
 
 
+@public
 @dataclass(frozen=True)
 class Overflow:
     """The op that first made a value that is not finite, and from there the loss or a gradient is not.

@@ -171,7 +171,7 @@ def test_an_output_that_lacks_a_character_fails_nothing(
         (tmp_path / "net.py").write_text(
             "import torch\ndef make():\n    return torch.nn.Linear(4, 4), torch.ones(2, 4)\n"
         )
-        target, options = f"{tmp_path / 'net.py'}:make", [*options, "--budget=casts=100"]
+        target, options = f"{tmp_path / 'net.py'}:make", [*options, "--here", "--budget=casts=100"]
     status, out, err = in_another_process(printed, in_encoding, encoding, [verb, target, *options])
     assert (status, err) == (0, "")
     written = out.encode("utf-8", "surrogateescape")

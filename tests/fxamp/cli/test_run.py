@@ -69,27 +69,27 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("name", ["model", "named", "step"])
 def test_a_target_that_runs_as_planned_passes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "--run", f"net.py:{name}"]) == 0
+    assert main(["check", "--here", "--run", f"net.py:{name}"]) == 0
     assert "ran as planned" in capsys.readouterr().out
 
 
 def test_what_does_not_run_as_planned_fails_and_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "--run", "net.py:wrong"]) == 1
+    assert main(["check", "--here", "--run", "net.py:wrong"]) == 1
     out = capsys.readouterr().out
     assert "2 differences in what ran" in out
     assert "module up: ran addmm in float32" in out
-    assert main(["check", "--run", "net.py:wrong", "--output-format", "github", "--exit-zero"]) == 0
+    assert main(["check", "--here", "--run", "net.py:wrong", "--output-format", "github", "--exit-zero"]) == 0
     assert "::error::net.py%3Awrong" in capsys.readouterr().out.replace("net.py:wrong", "net.py%3Awrong")
 
 
 def test_what_cannot_be_run_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "--run", "net.py:alone"]) == 2
+    assert main(["check", "--here", "--run", "net.py:alone"]) == 2
     assert "needs a batch" in capsys.readouterr().err
-    assert main(["check", "--run", "net.py:unconverted"]) == 2
+    assert main(["check", "--here", "--run", "net.py:unconverted"]) == 2
     assert "nothing of the target is converted" in capsys.readouterr().err
-    assert main(["check", "--run", "net.py:step", "--policy", "O1"]) == 2
+    assert main(["check", "--here", "--run", "net.py:step", "--policy", "O1"]) == 2
     assert "its own policy" in capsys.readouterr().err
-    assert main(["check", "--run", "net.py:model", "--device", "cuda"]) == 2
+    assert main(["check", "--here", "--run", "net.py:model", "--device", "cuda"]) == 2
     assert "leave out --device" in capsys.readouterr().err
 
 

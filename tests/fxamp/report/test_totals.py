@@ -73,7 +73,7 @@ def test_every_form_of_every_state_has_the_same_totals(name: str, policy: str) -
     assert sum(state.totals.casts or 0 for state in states) == report.plan.casts
     data = json.loads(report.to_json())
     assert Record.from_json(json.dumps(data["record"])) == report.record
-    assert data["totals"]["casts after elimination"] == states[0].totals.casts
+    assert data["totals"]["casts of the forward"] == states[0].totals.casts
     assert data["totals"]["nodes"] == states[0].totals.nodes
     shown = Page(report.to_html()).data["states"]
     for state, on_page in zip(states, shown, strict=True):
@@ -86,8 +86,8 @@ def test_every_form_of_every_state_has_the_same_totals(name: str, policy: str) -
         behind = f" ({state.name})" if state.name else ""
         assert plan.totals[f"casts{behind}"] == state.totals.casts
     table = report.to_tree().partition("Modules")[0]
-    (row,) = [line for line in table.splitlines() if line.startswith("casts after elimination")]
-    assert [int(cell) for cell in row.split()[3:]] == [state.totals.casts for state in states]
+    (row,) = [line for line in table.splitlines() if line.startswith("casts of the forward")]
+    assert [int(cell) for cell in row.split()[4:]] == [state.totals.casts for state in states]
 
 
 @pytest.mark.parametrize("name", [*(name for name, _ in FEW), pytest.param("hf_gpt2", marks=MATRIX)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 
@@ -13,6 +15,6 @@ def eager_and_traced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
     """Give every TrainStep of a test that does not say otherwise this `compile`."""
     if request.param:
         torch.compiler.reset()
-    defaults = TrainStep.__init__.__kwdefaults__
+    defaults = inspect.unwrap(TrainStep.__init__).__kwdefaults__
     assert defaults is not None
     monkeypatch.setitem(defaults, "compile", request.param)

@@ -408,7 +408,9 @@ def test_bad_losses_are_refused() -> None:
         TrainStep(model, lambda output: output.sum().detach(), optimizer)(X)
     with pytest.raises(PolicyError, match="has no loss"):
         TrainStep(model, None, optimizer)(X)
-    with pytest.raises(PolicyError, match=r"a target was given without loss= \(loss_fn of a TrainStep\)"):
+    with pytest.raises(
+        PolicyError, match=r"a target was given, the third argument, without loss= \(loss_fn of a TrainStep\)"
+    ):
         TrainStep(model, None, optimizer)(X, X)
     flexible = Flexible("none")
     with pytest.raises(PolicyError, match=r"the output \(dict\) has no loss"):

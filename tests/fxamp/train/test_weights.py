@@ -616,7 +616,7 @@ def test_weights_are_frozen_between_micro_batches_and_not_in_them() -> None:
     with fxamp.frozen(model), pytest.raises(CaptureError, match=r"Tied is frozen.*leave fxamp\.frozen before"):
         step(batch(0), (batch(0), 1.0))
     step(batch(0), (batch(0), 1.0))
-    with fxamp.frozen(model):
+    with torch.no_grad(), fxamp.frozen(model):
         expected = model(batch(0))
         model.get_parameter("last.weight").data.mul_(2)
         assert torch.equal(model(batch(0)), expected)
@@ -662,7 +662,7 @@ def _out_of_memory(step: TrainStep, model: nn.Module) -> None:
         patch.setattr(copies_file, "copy_together", raising)
         with pytest.raises(torch.OutOfMemoryError):
             step(batch(0), (batch(0), 1.0))
-    with fxamp.frozen(model):
+    with torch.no_grad(), fxamp.frozen(model):
         model(batch(0))
 
 

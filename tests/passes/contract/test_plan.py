@@ -131,6 +131,7 @@ def test_a_plan_says_by_which_fxamp_it_was_made(plan: Plan) -> None:
         ({"colour": "low"}, "'colour' is not a field of this format"),
         ({"version": 0}, "no plan format 0"),
         ({"version": "1"}, "not a plan"),
+        ({"version": True}, "not a plan"),
     ],
 )
 def test_wrong_shape_names_the_field(plan: Plan, change: dict[str, object], message: str) -> None:

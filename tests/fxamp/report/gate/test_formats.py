@@ -17,13 +17,14 @@ from fxamp.cli.main import main
 from fxamp.report.diff.changes import Change, Place, counted
 from fxamp.report.gate.gate import Outcome
 from fxamp.report.gate.outcomes import MOST, to_github, to_json, to_junit, to_markdown, to_sarif, to_text
-from passes.contract.plan import Plan
+from passes.contract.plan import Plan, installed
 from passes.contract.policy import Policy
 from tests.support.records import HOSTILE
 
+GUIDE = Path(__file__).parents[4] / ".github" / "docs" / "checking.md"
 SCHEMAS = Path(__file__).parents[3] / "support" / "schemas"
 CHANGED = Outcome(
-    "net", 1, "net: 1 added, 1 removed, 1 changed against net.json, 1 budget broken",
+    "net", 1, "net: 1 added, 1 removed, 1 changed against net.json, 1 budget broken, 1 difference in what ran",
     (
         Change("changed", "(plan)", "casts", "8", "9"),
         Change("changed", "fc/linear#0", "colour", "bfloat16", "float32"),
@@ -33,6 +34,7 @@ CHANGED = Outcome(
     ),
     {"fc/linear#0": Place("src/my net.py", 12), "/softmax#0": Place("src/my net.py", 15)},
     ("casts is 9, and the budget casts=+0 allows at most 8",), {"casts": 9}, "plans/net.json",
+    ("net.py:12, module fc: ran addmm in float32",),
 )  # fmt: skip
 KEPT = Outcome("other", 0, "other: as planned")
 UNKNOWN = Outcome("third", 2, "third: there is no plan 'x.json' yet: write it with --update, and commit it")
@@ -60,30 +62,60 @@ def test_sarif_has_one_run_and_one_result_for_each_changed_decision(sarif_schema
     sarif_schema.validate(log)
     (run,) = log["runs"]
     rules = [r["ruleId"] for r in run["results"]]
-    assert rules == ["over-budget", "plan-changed", "decision-changed", "decision-added", "decision-removed"]
+    assert rules == [
+        "over-budget", "ran-otherwise", "plan-changed", "decision-changed", "decision-added", "decision-removed",
+    ]  # fmt: skip
     assert set(rules) == {rule["id"] for rule in run["tool"]["driver"]["rules"]}
-    changed = run["results"][2]
+    changed = run["results"][3]
     assert "runs in: bfloat16 -> float32; reason" in changed["message"]["text"]
     assert "reason: low: rule -> override: by the policy" in changed["message"]["text"]
     place = changed["locations"][0]["physicalLocation"]
     assert place["artifactLocation"] == {"uri": "src/my%20net.py", "uriBaseId": "%SRCROOT%"}
     assert place["region"] == {"startLine": 12}
-    removed = run["results"][4]["locations"][0]
+    removed = run["results"][5]["locations"][0]
     assert removed["physicalLocation"]["artifactLocation"]["uri"] == "plans/net.json"
     assert removed["logicalLocations"] == [{"fullyQualifiedName": "/exp#0"}]
     assert len({r["partialFingerprints"]["fxampDecision/v1"] for r in run["results"]}) == len(rules)
     assert run["invocations"] == [{"executionSuccessful": True}]
+    assert {r["level"] for r in run["results"]} == {"error"}  # as the exit status says
+    driver = run["tool"]["driver"]
+    assert driver["version"] == installed()
+    assert all(rule["helpUri"].startswith(driver["informationUri"]) for rule in driver["rules"])
+    guide = GUIDE.read_text(encoding="utf-8")
+    assert all(f"\n### {rule['helpUri'].partition('#')[2]}\n" in guide for rule in driver["rules"])
+
+
+def test_a_reason_alone_is_told_and_fails_nothing(sarif_schema: Any, junit_schema: Any) -> None:
+    reason = Change("changed", "fc/linear#0", "reason", "low: rule", "override: by the policy")
+    places = {"fc/linear#0": Place("net.py", 12)}
+    kept = Outcome(
+        "net", 0, "net: as planned, 1 for another reason than in net.json", (reason,), places, plan="net.json"
+    )
+    assert to_text([kept]).splitlines()[1] == (
+        "  ! fc/linear#0  reason: low: rule -> override: by the policy  (net.py:12)"
+    )
+    assert "--update" not in to_text([kept]) + to_markdown([kept]) + to_github([kept])
+    assert to_github([kept]).startswith("::notice file=net.py,line=12")
+    log = json.loads(to_sarif([kept]))
+    sarif_schema.validate(log)
+    assert [r["level"] for r in log["runs"][0]["results"]] == ["note"]
+    assert "<failure" not in to_junit([kept])
+
+
+def test_markdown_has_the_authors_lines() -> None:
+    (row,) = [line for line in to_markdown([CHANGED]).splitlines() if "/softmax#0" in line]
+    assert row.split("|")[-2].strip() == "src/my net.py:15"
 
 
 def test_counts_are_counts_of_lines_and_every_figure_has_its_unit() -> None:
     more = (Change("changed", "(plan)", "cast_bytes", "272", "296"), Change("changed", "(plan)", "low_bytes", "1", "2"))
     moved = Change("changed", "fc/linear#0", "autocast_dtype", "bfloat16", "float32")
     changes = (*more, *CHANGED.changes, moved)
-    text = to_text([dataclasses.replace(CHANGED, changes=changes, broken=())]).splitlines()
+    text = to_text([dataclasses.replace(CHANGED, changes=changes, broken=(), ran=())]).splitlines()
     assert text[1:] == [
         "  ! bytes cast: 272 -> 296",
         "  ! low, % of bytes: 1 -> 2",
-        "  ! casts after elimination: 8 -> 9",
+        "  ! casts of the forward: 8 -> 9",
         "  ! fc/linear#0  runs in: bfloat16 -> float32; reason: low: rule -> override: by the policy"
         "  (src/my net.py:12)",
         "  + /softmax#0  runs in: float32  (src/my net.py:15)",
@@ -124,10 +156,11 @@ def test_junit_has_a_suite_for_each_target(junit_schema: Any) -> None:
     suites = {suite.get("name"): suite for suite in whole}
     assert list(suites) == ["net", "other", "third"]
     assert [(s.get("tests"), s.get("failures"), s.get("errors")) for s in whole] == [
-        ("2", "2", "0"), ("1", "0", "0"), ("1", "0", "1"),
+        ("3", "3", "0"), ("1", "0", "0"), ("1", "0", "1"),
     ]  # fmt: skip
-    plan, budget = suites["net"]
-    assert (plan.get("name"), budget.get("name")) == ("plan", "budget casts")
+    plan, budget, run = suites["net"]
+    assert (plan.get("name"), budget.get("name"), run.get("name")) == ("plan", "budget casts", "run")
+    assert suites["net"].get("time") == "0.000"
     assert "+ /softmax#0  runs in: float32  (src/my net.py:15)" in (plan[0].text or "")
     assert suites["third"][0][0].tag == "error"
 
@@ -172,7 +205,16 @@ def test_the_command_writes_them(
         "import torch\n\n\ndef make():\n    return torch.nn.Sequential(torch.nn.Linear(4, 4)), (torch.ones(2, 4),)\n"
     )
     Plan((), Policy("O1", dtype="bf16", device="cpu")).save("net.json")
-    words = ["check", "net.py:make", "--plan=net.json", "--policy=O1,dtype=bf16", f"--output-format={form}", "-o", form]
+    words = [
+        "check",
+        "--here",
+        "net.py:make",
+        "--plan=net.json",
+        "--policy=O1,dtype=bf16",
+        f"--output-format={form}",
+        "-o",
+        form,
+    ]
     assert main(words) == 1
     text = (tmp_path / form).read_text(encoding="utf-8")
     if form == "sarif":

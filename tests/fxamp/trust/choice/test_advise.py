@@ -91,7 +91,7 @@ def test_the_fastest_near_autocasts_error_is_taken(options: list[Option], best: 
 
 @pytest.mark.parametrize("target", ["lenet", "step"])
 def test_the_command_prints_the_table(target: str, capsys: pytest.CaptureFixture[str]) -> None:
-    status = main(["advise", f"{__file__}:{target}", "--dtype", "bf16"])
+    status = main(["compare", f"{__file__}:{target}", "--dtype", "bf16"])
     out = capsys.readouterr()
     if target == "lenet":  # the loss of a model that returns logits is not known
         assert status == 2

@@ -138,22 +138,26 @@ def test_the_command_leaves_with_0_1_or_2(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("net.py").write_text(TARGET)
-    assert main(["verify", "net.py:step"]) == 0
+    assert main(["error", "--measure", "net.py:step"]) == 0
     assert "measured against float64" in capsys.readouterr().out
-    assert main(["verify", "net.py:step", "--policy", "O1", "--policy", "autocast", "--output-format", "json"]) == 0
+    assert (
+        main(["error", "--measure", "net.py:step", "--policy", "O1", "--policy", "autocast", "--output-format", "json"])
+        == 0
+    )
     assert [e["policy"] for e in json.loads(capsys.readouterr().out)["policies"]] == ["FP32", "O1", "autocast"]
-    assert main(["verify", "net.py:step", "--tolerance", "1e-5"]) == 1
+    assert main(["error", "--measure", "net.py:step", "--tolerance", "1e-5"]) == 1
     said = capsys.readouterr().err
     assert re.search(r"O2,dtype=bf16: an error per parameter of \S+ is above --tolerance 1e-05", said)
-    assert main(["verify", "net.py:step", "--tolerance", "0.5"]) == 0
+    assert main(["error", "--measure", "net.py:step", "--tolerance", "0.5"]) == 0
     assert "above" not in capsys.readouterr().err
     for argv, said in (
         (["net.py:alone"], "let the target return (Linear, batch)"),
         (["net.py:lossless"], "has no loss; let TARGET return (fxamp.TrainStep("),
-        (["net.py:step", "--tolerance", "0"], "is not a tolerance"), (["net.py:step", "--policy", "O9"], "O9"),
-        (["net.py:step", "--tolerance", "nan"], "is not a tolerance"),
+        (["net.py:step", "--tolerance", "0"], "is not a finite number above 0"),
+        (["net.py:step", "--policy", "O9"], "O9"),
+        (["net.py:step", "--tolerance", "nan"], "is not a finite number above 0"),
     ):  # fmt: skip
-        assert main(["verify", *argv]) == 2
+        assert main(["error", "--measure", *argv]) == 2
         assert said in capsys.readouterr().err
 
 
