@@ -154,6 +154,11 @@ class TrainState:
         """Whether gradients keep their memory, since a CUDA graph has recorded their addresses."""
         return self.compiled is not None and self.compiled.settings.captures
 
+    def written(self) -> tuple[Any, ...]:
+        """Return the objects that a call writes, for whoever runs one and puts everything back afterwards."""
+        own = (self, self.scaler, self.by_hand, self.skips_in_a_row, *self.tallies.values(), self.census)
+        return (*own, self.model, self.loss_fn, *self.optimizers, *self.schedulers, *self.averages)
+
     def rates(self) -> tuple[float | Tensor, ...]:
         """Return the learning rate of each group of parameters."""
         return tuple(group["lr"] for o in self.optimizers for group in o.param_groups if "lr" in group)

@@ -8,22 +8,20 @@ A watch sees converted graphs that are modules too: each runs node by node meanw
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.fx import GraphModule
 
 from passes.contract.errors import PolicyError
-from passes.graph.values import no_autocast
 
 from ...capture.emitted import record_on
 from ...capture.graph import Graph
 from ...capture.user_graph import flat_inputs
-from ...observe.snapshot import same_attributes, same_random_state
-from ...observe.tensors import held, kept
+from ...observe.snapshot import outside_of_regions, same_objects, same_random_state
 from ...observe.watch import Watch, observed
 from ...observe.workload import GivenStep, copies, loss_of, model_of, output_of
 from .differences import Difference
@@ -70,10 +68,11 @@ def run(model_or_step: Any, inputs: Any, target: Any, loss: Callable[..., Any] |
 
 def _of_model(model: nn.Module, inputs: Any, target: Any, loss_fn: Callable[..., Any] | None) -> Step:
     watch = Watch(model, _of_model.__code__)
+    torch.clear_autocast_cache()  # of the caller's region: a step of a loop begins with none
     with watch:
         loss, notes = loss_of(output_of(model, inputs), target, loss_fn, any_will_do=True)
         if loss.requires_grad:
-            with no_autocast():  # where backward runs in a training loop
+            with outside_of_regions():
                 loss.backward()
         else:
             notes = (*notes, _FORWARD_ALONE)
@@ -81,23 +80,16 @@ def _of_model(model: nn.Module, inputs: Any, target: Any, loss_fn: Callable[...,
 
 
 def _of_step(step: Any, inputs: Any, target: Any) -> Step:
-    """Run one window of a TrainStep, with its optimizer, and give its state back."""
-    state = copy.deepcopy(step.state_dict())
-    gradients = [(p, p.grad) for p in step.model.parameters()]
-    if state.get("position"):
+    """Run one window of a TrainStep, with its optimizer, and give back all that it has written."""
+    if step.position:
         raise PolicyError("a window of this TrainStep is open: call flush() before a census.")
     watch = Watch(step.model, _of_step.__code__)
-    try:
-        with same_attributes(step.model), same_random_state(), kept(held(step.model).values()), watch:
+    with same_random_state(), same_objects(step.written()):
+        with watch:
             result = step(inputs, target)
             if result.reason == "accumulating":
                 result = step.flush()
-            skipped = result.reason == "overflow"
-    finally:
-        step.load_state_dict(state)
-        for p, gradient in gradients:
-            p.grad = gradient
-    return Step(watch, (), step.scaler, skipped)
+        return Step(watch, (), step.scaler, result.reason == "overflow")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from torch.fx import GraphModule
 from passes._torch import pytree
 from passes.contract.errors import CaptureError, PolicyError
 from passes.contract.policy import Policy
-from passes.graph.values import no_autocast
 
 from ...capture.emitted import record_on
 from ...capture.graphs import runner_of
@@ -24,6 +23,7 @@ from ...capture.inputs import device_of, resolve
 from ...convert import convert, converted_in
 from ...errors import in_short
 from ...measure.counts import step_counts
+from ...observe.snapshot import outside_of_regions
 from ...observe.tensors import dense
 from ...observe.watch import run_instead
 from ...observe.workload import Batch, GivenStep
@@ -168,7 +168,7 @@ class Subject:
         """
         counted = list[tuple[int, int]]()
         for batch in self.given.unlike():
-            with self.given.as_before(self.model), no_autocast():
+            with self.given.as_before(self.model), outside_of_regions():
                 counts = step_counts(self.forward(name, batch))
             counted.append((counts.cast_bytes, counts.casts))
         moved, casts = max(counted)
@@ -269,7 +269,7 @@ class Subject:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
             restored = stack.enter_context(self.given.as_before(self.model, self._written))
-            for around in (watched_graphs(parts), warnings.catch_warnings(), torch.enable_grad(), no_autocast()):
+            for around in (watched_graphs(parts), warnings.catch_warnings(), torch.enable_grad(), outside_of_regions()):
                 stack.enter_context(around)
             warnings.simplefilter("ignore")  # of FP16 without a GradScaler: the loss is scaled here
             if wide:

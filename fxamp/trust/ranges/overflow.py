@@ -31,10 +31,11 @@ from passes.contract.reasons import Code
 from passes.graph.aliases import mutated_operands
 from passes.graph.bodies import Body
 from passes.graph.notes import is_inserted
-from passes.graph.values import LOW_DTYPES, no_autocast
+from passes.graph.values import LOW_DTYPES
 
 from ..._torch import current_autograd_node, storage_id
 from ...convert import converted_in
+from ...observe.snapshot import outside_of_regions
 from ...observe.tensors import dense
 from ...observe.watch import Place, Ran, Watch, floats_in, gives_view
 from ...observe.workload import Batch, GivenStep, Loss, given_step
@@ -470,7 +471,7 @@ def _run(given: GivenStep, batch: Batch, scale: float, forced: Iterable[_At] = (
         with watch:
             _, loss = given.run(model, batch)
             if loss.requires_grad:
-                with no_autocast():  # where backward runs in a training loop
+                with outside_of_regions():
                     (loss * scale).backward()
         watch.ends([loss])
         watch.ends([p.grad for p in model.parameters() if p.grad is not None])

@@ -102,6 +102,25 @@ class Counted(TorchDispatchMode):
         return out
 
 
+@pytest.mark.parametrize("recomputed", [1, 2])
+def test_recomputation_casts_as_often_under_the_callers_autocast_as_in_a_loop(recomputed: int) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        inner = checkpoint(m.body, x, use_reentrant=False) if recomputed == 2 else m.body(x)
+        out: Tensor = checkpoint(m.body, inner, use_reentrant=False)
+        return out
+
+    model = Layers(forward, body=nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)))
+    with Counted() as loop:
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(X)
+        out.float().square().mean().backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        model(X)  # the cache of the caller's region holds casts of weights
+        found = fxamp.census(model, X, loss=lambda out: out.float().square().mean())
+        assert torch.is_autocast_enabled("cpu")
+    assert (sum(r.casts for r in found.ran), sum(r.cast_bytes for r in found.ran)) == (loop.casts, loop.bytes)
+
+
 # What is not changed runs as planned.
 
 MORE = [pytest.param(make, policy, marks=pytest.mark.matrix) for make in (bert, resnet) for policy in (O1, O2)]
