@@ -182,17 +182,10 @@ class TrainStep(TrainState):
             >>> step(x, y, weight=len(x)).stepped
             True
         """
-        if self.census is None or not self.census.is_due(self.model):
-            return self._run(inputs, target, scale, weight)
-        with self._abandoning():
-            result: StepResult = self.census(self, lambda: self._run(inputs, target, scale, weight))
-            return result
-
-    def _run(self, inputs: Any, target: Any, scale: float | None, weight: Weight) -> StepResult:
         window = self.open_window(scale)
         with self._abandoning():
             self._before_micro_batch()
-            with self._exchanging(window):
+            with self._watched(), self._exchanging(window):
                 with range_of("forward"):
                     if self.compiled is None:
                         loss, output = loss_of(self.model, self.loss_fn, inputs, target)
@@ -203,6 +196,10 @@ class TrainStep(TrainState):
         if window.position < self.accumulate_steps:
             return self._result(window, None, output)
         return self._finish(window, output)
+
+    def _watched(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which a micro-batch is watched, if that was asked for and there are new graphs."""
+        return contextlib.nullcontext() if self.census is None else self.census.watches(self, _CALL)
 
     @contextlib.contextmanager
     def window(self, scale: float | None = None) -> Iterator[Window]:
@@ -619,3 +616,6 @@ class TrainStep(TrainState):
             tuple(window.losses),
             self.rates() if rates is None else rates,
         )
+
+
+_CALL = TrainStep.__call__.__code__

@@ -1,14 +1,16 @@
 """`fxamp.census`: what ran in one real step, in which dtype, and whether that is what was planned.
 
-`CallCensus` is that of calls of a TrainStep that run anyway: the first, and the next after a graph was captured.
+`CallCensus` is that of micro-batches of a TrainStep that run anyway: the first, and the next after a capture.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from types import CodeType
 from typing import Any, Literal
 
 from tabulate import tabulate
@@ -221,10 +223,10 @@ def census_of(model: nn.Module, parts: Mapping[str, nn.Module], step: Step) -> C
 
 
 class CallCensus:
-    """Watches calls when there are new graphs, and says what did not run as planned.
+    """Watches micro-batches of a TrainStep when there are new graphs, and says what did not run as planned.
 
     Args:
-        how: "warn", or "error", which raises.
+        how: "warn", or "error", which raises, before the weights are updated.
 
     Attributes:
         last: the last census; None before the first.
@@ -237,36 +239,43 @@ class CallCensus:
         if how not in ("warn", "error"):
             raise PolicyError(f'census must be "warn", "error" or None, got {how!r}')
         self._how, self._graphs = how, -1
+        self._runners: list[Any] | None = None
         self.last: Census | None = None
 
-    def is_due(self, model: nn.Module) -> bool:
-        """Say whether graphs were captured since the last census, or there was none."""
-        return self._graphs != _graphs(model)
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_runners": None, "_graphs": -1}  # a copy has a model of its own
 
-    def __call__(self, step: Any, run: Callable[[], Any]) -> Any:
-        """Run a call of a TrainStep under a watch, and return its result.
+    def watches(self, step: Any, frame: CodeType) -> contextlib.AbstractContextManager[Any]:
+        """Return a context for a micro-batch: a watch if graphs were captured since the last one, or there was none.
+
+        Args:
+            step: The TrainStep.
+            frame: The code that runs the micro-batch.
+        """
+        if self._runners is None:
+            self._runners = [runner for m in step.model.modules() if (runner := runner_of(m)) is not None]
+        due = self._graphs != self._captured()
+        return self._watched(step, frame) if due else contextlib.nullcontext()
+
+    def _captured(self) -> int:
+        return sum(len(runner.graphs) for runner in self._runners or ())
+
+    @contextlib.contextmanager
+    def _watched(self, step: Any, frame: CodeType) -> Iterator[None]:
+        """Watch what is run inside, and judge it.
 
         Raises:
             VerificationError: something did not run as planned, and `how` is "error".
         """
         parts = converted_in(step.model)
-        watch = Watch(step.model, CallCensus.__call__.__code__)
+        watch = Watch(step.model, frame)
         with watched_graphs([part for _, part in parts]), watch:
-            result = run()
-        self._graphs = _graphs(step.model)
-        ended = result.reason != "accumulating"
-        seen = Step(watch, (), step.scaler, result.reason == "overflow", ended)
-        self.last = found = census_of(step.model, dict(parts), seen)
+            yield
+        self._graphs = self._captured()
+        self.last = found = census_of(step.model, dict(parts), Step(watch, (), step.scaler, ended=False))
         if found.differences:
             listed = "".join(f"\n  {d}" for d in found.differences[:5])
             text = f"{found.name}: {len(found.differences)} differences between what ran and the plan:{listed}"
             if self._how == "error":
                 raise VerificationError(text)
-            warnings.warn(text, stacklevel=3)
-        return result
-
-
-def _graphs(model: nn.Module) -> int:
-    """Return the number of graphs of all views in a model."""
-    runners = [runner for module in model.modules() if (runner := runner_of(module)) is not None]
-    return sum(len(runner.graphs) for runner in runners)
+            warnings.warn(text, stacklevel=5)

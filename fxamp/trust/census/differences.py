@@ -8,7 +8,7 @@ value is not stored was fused away, and there is nothing to compare. All others 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from passes.graph.notes import is_inserted
 from passes.graph.values import LOW_DTYPES
 from passes.ops.rules import row_named
 
-from ...observe.watch import Place, Seen, Sum, Watch
+from ...observe.watch import Place, Seen, Sum, Watch, dtypes_in
 from .rows import Ledger, is_cast, planned_dtypes
 
 _ATTENTION = "scaled_dot_product_attention"
@@ -96,12 +96,13 @@ def _differ(node: Node, planned: Any, ran: Any) -> bool:
     return planned[1] != ran[1] or (known and planned[0] != ran[0])
 
 
-def _lifted(ledger: Ledger) -> set[str]:
+def _lifted(ledger: Ledger) -> Set[str]:
     """Return the casts of parameters that a window keeps, and which are inputs of the graph."""
+    part = ledger.ran.part
     given = len(ledger.ran.graph.graph.find_nodes(op="placeholder"))
     inputs = [n for n in ledger.emitted.values() if n.op == "placeholder"]
-    if given == len(inputs):
-        return set()
+    if part.names is not None or given == len(inputs):
+        return part.lifted
     here = {n.name for n in ledger.ran.graph.graph.nodes}
     own = set(inputs)
     return {name for name, n in ledger.emitted.items() if is_inserted(n) and n.args[0] in own and name not in here}
@@ -128,7 +129,7 @@ def of_products(watch: Watch, ledgers: Sequence[Ledger]) -> tuple[list[Differenc
         if not seen.product or place.kind not in ("node", "region"):
             continue
         ledger = ledgers[place.graph]
-        planned = _planned_colours(place, ledger)
+        planned = _planned_colours(place, ledgers)
         if planned and seen.dtype not in planned:
             attends = seen.op.endswith("bmm") and any(d.op == _ATTENTION for d in ledger.decisions.values())
             graph = f"attention of graph {place.graph}" if attends else f"graph {place.graph}"
@@ -143,14 +144,26 @@ def of_products(watch: Watch, ledgers: Sequence[Ledger]) -> tuple[list[Differenc
     return differ, inside
 
 
-def _planned_colours(place: Place, ledger: Ledger) -> set[str]:
+def _planned_colours(place: Place, ledgers: Sequence[Ledger]) -> set[str]:
     """Return the dtypes that products may have at a place, by the plan; none where it leaves that open."""
-    decisions = list(ledger.decisions.values())
+    ledger = ledgers[place.graph]
+    decisions = [d for one in ledgers if one.ran.graph is ledger.ran.graph for d in one.decisions.values()]
     if place.kind == "node":
         decision = ledger.decisions.get(ledger.key(place.where))
         decisions = [] if decision is None else [decision]
     colours = {d.colour for d in decisions if not row_named(d.op).higher_order}
-    return colours if all(isinstance(getattr(torch, c, None), torch.dtype) for c in colours) else set()
+    known = all(isinstance(getattr(torch, c, None), torch.dtype) for c in colours)
+    return (colours | _beside(place, ledgers)) if known and colours else set()
+
+
+def _beside(place: Place, ledgers: Sequence[Ledger]) -> set[str]:
+    """Return the dtypes of what is in a compiled graph and in no plan, as a loss that was traced with the model."""
+    graph = ledgers[place.graph].ran.graph
+    names = [one.ran.part.names for one in ledgers if one.ran.graph is graph and one.ran.part.names is not None]
+    if place.kind == "node" or not names:
+        return set()
+    loose = (n for n in graph.graph.nodes if n.op.startswith("call") and not any(n.name in known for known in names))
+    return {dtype for n in loose for dtype in dtypes_in(n.meta.get("val", n.meta.get("example_value")))}
 
 
 def _outside(watch: Watch, ledgers: Sequence[Ledger], views: Mapping[str, Any], whole: bool) -> Iterator[Difference]:

@@ -37,7 +37,7 @@ from ..._torch import current_autograd_node, storage_id
 from ...convert import converted_in
 from ...observe.snapshot import outside_of_regions
 from ...observe.tensors import dense
-from ...observe.watch import Place, Ran, Watch, floats_in, gives_view
+from ...observe.watch import Part, Place, Ran, Watch, floats_in, gives_view
 from ...observe.workload import Batch, GivenStep, Loss, given_step
 from ..census.rows import Ledger, ledgers_of, where_of
 from ..census.step import watched_graphs
@@ -368,12 +368,12 @@ class _Finite(Watch):
         return self._ledgers[at]
 
     def run(
-        self, converted: Any, graph: GraphModule, by: str, run: Any, args: tuple[Any, ...], compile: Any = None
+        self, parts: Sequence[Part], graph: GraphModule, by: str, run: Any, args: tuple[Any, ...], compile: Any = None
     ) -> Any:
         """Run a graph as it was emitted, even if a compiler has made something else of it."""
         before = self._place
         try:
-            return _Nodes(self, self._enter(converted)).run(*args, enable_io_processing=False)
+            return _Nodes(self, self._enter(parts[0].known)).run(*args, enable_io_processing=False)
         finally:
             self._place = before
 
@@ -384,7 +384,8 @@ class _Finite(Watch):
             return known
         first, plan = len(self.graphs), converted.plan
         for i, graph in enumerate(_all_graphs(converted.emitted)):
-            self.graphs.append(Ran(replace(converted, emitted=graph, plan=plan.from_graph(i)), graph, ""))
+            known = replace(converted, emitted=graph, plan=plan.from_graph(i))
+            self.graphs.append(Ran(known, graph, "", Part(known)))
         return first
 
     def node(self, nodes: _Nodes, n: Node) -> Any:

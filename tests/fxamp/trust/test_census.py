@@ -786,3 +786,103 @@ def test_a_training_step_warns_or_raises_where_what_runs_is_not_planned() -> Non
         fxamp.TrainStep(view, wrong, optimizer, census="error")(X, Y)
     with pytest.raises(PolicyError, match="census"):
         fxamp.TrainStep(view, CE, optimizer, census="always")  # type: ignore[arg-type]
+
+
+def gpt2() -> tuple[nn.Module, dict[str, Tensor]]:
+    tf = pytest.importorskip("transformers")
+    config = tf.GPT2Config(
+        n_layer=1, n_head=2, n_embd=32, vocab_size=64, n_positions=32, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0,
+        bos_token_id=1, eos_token_id=1,
+    )  # fmt: skip
+    ids = torch.randint(64, (2, 16))
+    return tf.GPT2LMHeadModel(config).train(), {"input_ids": ids, "labels": ids.clone()}
+
+
+TRIED = [(gpt2, "inductor", 1), (gpt2, "eager", 2), (bert, "aot_eager", 2)]
+COMPILED = [
+    pytest.param(make, how, steps, marks=() if (make, how, steps) in TRIED else pytest.mark.matrix)
+    for make in (gpt2, bert) for how in ("eager", "aot_eager", "inductor") for steps in (1, 2)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "how", "accumulate_steps"), COMPILED)
+def test_a_compiled_step_runs_as_planned(make: Any, how: str, accumulate_steps: int) -> None:
+    model, batch = make()
+    view = fxamp.convert(model, policy=O1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = fxamp.TrainStep(view, None, optimizer, compile=how, census="error", accumulate_steps=accumulate_steps)
+    step(batch)
+    assert step.census is not None
+    assert step.census.last
+    if accumulate_steps == 2:
+        step(batch)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    found = fxamp.census(step, batch)
+    assert found, said(found)
+    assert found.share == pytest.approx(1.0, abs=0.05)
+    assert found.planned
+    assert bool(found.compiled) == (how == "inductor")
+    if found.compiled:
+        assert sum(c.products for c in found.compiled) > 5
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    assert step.windows == 1
+
+
+def upcasting(op: Any) -> Any:
+    """Return what makes Inductor compute the first of some products of a graph in FP32."""
+    cast = torch.ops.prims.convert_element_type.default
+
+    def change(graph: torch.fx.Graph) -> None:
+        for node in graph.find_nodes(op="call_function", target=op):
+            with graph.inserting_before(node):
+                wide = [graph.call_function(cast, (a, torch.float32)) for a in node.args]
+                product = graph.call_function(op, tuple(wide))
+                low = graph.call_function(cast, (product, torch.bfloat16))
+            for new, of in ((wide[0], node.args[0]), (wide[1], node.args[1]), (product, node), (low, node)):
+                new.meta = {**of.meta, "val": of.meta["val"].float() if new is not low else of.meta["val"]}
+            node.replace_all_uses_with(low)
+            graph.erase_node(node)
+            return
+
+    return change
+
+
+def test_a_compiled_step_names_the_product_that_the_compiler_upcasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._inductor.config as inductor
+
+    model = Layers(lambda m, x: m.last(m.first(x).relu()), first=nn.Linear(8, 16, bias=False), last=nn.Linear(16, 4))
+    view = fxamp.convert(model, policy=O1)
+    step = fxamp.TrainStep(view, CE, torch.optim.SGD(model.parameters(), 0.1), compile=True, census="error")
+    monkeypatch.setattr(inductor, "joint_custom_post_pass", upcasting(torch.ops.aten.mm.default))
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(fxamp.VerificationError, match=r"first/linear#0.*float32"):
+        step(X, Y)
+    assert step.census is not None
+    assert step.census.last is not None
+    assert any(d.where == "first/linear#0" and "float32" in d.ran for d in step.census.last.differences)
+    assert all(map(torch.equal, before, model.parameters()))
+    assert (step.windows, step.position) == (0, 0)
+
+
+def test_a_loss_with_products_of_its_own_is_no_difference_in_a_compiled_step() -> None:
+    def contrastive(out: Tensor, y: Tensor) -> Tensor:
+        return CE(out.float() @ out.float().T, y)
+
+    model = Net()
+    step = fxamp.TrainStep(view_of(model), contrastive, torch.optim.SGD(model.parameters(), 0.1), compile="aot_eager")
+    found = fxamp.census(step, X, Y)
+    assert found, said(found)
+
+
+def test_a_census_that_raises_leaves_the_weights_as_they_were() -> None:
+    def wrong(out: Tensor, y: Tensor) -> Tensor:
+        return CE(out, y) + view.first(X).sum()
+
+    model = Net()
+    view = view_of(model)
+    step = fxamp.TrainStep(view, wrong, torch.optim.SGD(model.parameters(), 0.1), census="error")
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(fxamp.VerificationError, match=r"module first.*by hand"):
+        step(X, Y)
+    assert all(map(torch.equal, before, model.parameters()))
+    assert (step.windows, step.position) == (0, 0)
