@@ -258,11 +258,11 @@ def _read(made: tuple[Any, Any, Any], policy: Policy, device: str | None, replay
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from ..trust.error.verify import verify
+    from ..error.measure import measure_error
 
     with aside(), waiting(args, f"measuring {args.target}"):  # standard output is for the errors alone
         made, inputs, target = step_of(load_target(args.target), "verify: a batch is needed")
-        found = verify(made, inputs, target, policies=args.policy or None)
+        found = measure_error(made, inputs, target, policies=args.policy or None)
     write(args, text=lambda: str(found), markdown=found.to_markdown, json=found.to_json)
     beyond = () if args.tolerance is None else found.beyond(args.tolerance)
     for policy in beyond:
@@ -272,11 +272,11 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _advise(args: argparse.Namespace) -> int:
-    from ..trust.choice.advise import advise
+    from ..choose.compare import compare
 
     with aside(), waiting(args, f"measuring {args.target}"):  # standard output is for the advice alone
         made, inputs, target = step_of(load_target(args.target), "advise: a batch is needed")
-        found = advise(made, inputs, target, dtype=args.dtype)
+        found = compare(made, inputs, target, dtype=args.dtype)
     write(args, text=lambda: str(found), markdown=found.to_markdown, json=found.to_json)
     return DONE
 

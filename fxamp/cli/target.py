@@ -31,8 +31,8 @@ def run_target(made: tuple[Any, Any, Any], policy: Policy, *, own: bool) -> tupl
     """
     from torch import nn
 
+    from ..census.census import census
     from ..convert import convert, converted_in
-    from ..trust.census.census import census
 
     given, inputs, target = step_of(made, "check: --run needs a batch")
     whole = given if isinstance(given, nn.Module) else getattr(given, "model", None)

@@ -13,8 +13,8 @@ from transformers import TrainerCallback
 from passes.contract.errors import PolicyError
 from passes.contract.policy import Policy
 
+from ..census.census import Census, census
 from ..convert import converted_in, plan_of
-from ..trust.census.census import Census, census
 from ..view.view import is_view, runner_of
 
 logger = logging.getLogger("fxamp")
@@ -88,11 +88,16 @@ class FxampCallback(TrainerCallback):  # type: ignore[misc]
         if self._given is None:
             return
         (given, named), self._given = self._given, None
+        try:
+            self._look(state, model, given, named)
+        except Exception as error:  # whoever only looks ends no training
+            logger.warning("fxamp: there is no census of the first batch: %s: %s", type(error).__name__, error)
+
+    def _look(self, state: Any, model: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         plan = plan_of(model)
         low = sum(d.colour in ("bfloat16", "float16") for d in plan.decisions)
         entry: dict[str, Any] = {"fxamp/nodes": len(plan.decisions), "fxamp/low": low, "fxamp/casts": plan.casts}
-        self.census = census(model, named if named else given)
-        found = self.census
+        self.census = found = census(model, given, kwargs=named)
         entry |= {"fxamp/as_planned": found.share, "fxamp/differences": len(found.differences)}
         state.log_history.append({**entry, "epoch": state.epoch, "step": state.global_step})
         logger.info("fxamp: census of the first batch\n%s", found)

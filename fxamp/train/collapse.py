@@ -20,8 +20,8 @@ from torch import nn
 
 from passes.contract.policy import Policy
 
-from ..observe.workload import GivenStep
-from ..trust.ranges.overflow import Overflow, overflow_of
+from ..diagnose.step import GivenStep
+from ..ranges.overflow import Overflow, overflow_of
 from .scaler import LossScaler
 from .state import TrainState
 from .window import Window

@@ -22,8 +22,8 @@ from passes.contract.errors import PolicyError
 from passes.contract.plan import Plan
 
 from ..capture.graphs import is_compiled
+from ..census.census import CallCensus
 from ..errors import NotAModuleError
-from ..trust.census.census import CallCensus
 from ..view.view import is_view
 from . import given
 from .compiled_step import CompiledStep, require_output
