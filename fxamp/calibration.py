@@ -10,7 +10,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from .errors import in_short
 LARGEST = float(torch.finfo(torch.float16).max)  # 65504
 ROOM = 8.0  # a value that was seen beyond this part of the largest number may overflow on another batch
 _SHOWN = 10
-_VERSION = 3  # of the file; 3 has checksums in which the order of a parameter's numbers counts
+_VERSION = 4  # of the file; 4 has what tells the code
 _AGAIN = "calibrate again"
 
 
@@ -71,6 +71,8 @@ class Calibration:
         batches: How many batches were run.
         scale: The loss scale that `zero` and `subnormal` of gradients count with.
         parameters: The checksum of each parameter by its name.
+        numbers: The numbers that a node computes with, where it does; with `readers` they tell the code.
+        training: The model was in train mode.
 
     Example:
         >>> found = fxamp.calibrate(model, x, y, loss=nn.functional.cross_entropy)
@@ -84,6 +86,8 @@ class Calibration:
     batches: int
     scale: float
     parameters: Mapping[str, int]
+    numbers: Mapping[str, str]
+    training: bool
 
     @property
     def large(self) -> tuple[str, ...]:
@@ -127,6 +131,36 @@ class Calibration:
                 raise PlanError(f"this is the calibration of another model: only {side} has '{name}'. {_AGAIN}.")
             if now[name] != self.parameters[name]:
                 raise PlanError(f"the calibration is stale: '{name}' has changed since. {_AGAIN.capitalize()}.")
+
+    def refuse_edited(self, wiring: Mapping[str, tuple[tuple[str, ...], str]], *, whole: bool) -> None:
+        """Refuse a graph whose code is not that which was calibrated: the names of nodes may be those of others.
+
+        Args:
+            wiring: Of each node, by key, the keys of its readers, and the numbers that it computes with.
+            whole: It is all of the model, in which each node that is to run in FP32 has to be.
+
+        Raises:
+            PlanError: A node of the same name is another one, or one that is to run in FP32 is not there.
+
+        Example:
+            >>> found = fxamp.calibrate(model, x, y, loss=nn.functional.cross_entropy)
+            >>> found.refuse_edited({"1/relu#0": (("2/linear#0",), "")}, whole=False)
+        """
+        for key, (readers, numbers) in wiring.items():
+            if key not in self.readers:
+                continue
+            # What another level splits, as a loss, is in one of the two alone.
+            before = [r for r in self.readers[key] if r in wiring]
+            now = [r for r in readers if r in self.readers]
+            if before != now:
+                was, now_by = _listed(self.readers[key]), _listed(readers)
+                raise PlanError(_edited(f"{key!r} was read by {was}, and now by {now_by}"))
+            if numbers != self.numbers.get(key, ""):
+                known = self.numbers.get(key, "no number")
+                raise PlanError(_edited(f"{key!r} computed with {known}, and computes with {numbers or 'none'}"))
+        missing = [key for key in self.large if key not in wiring] if whole else []
+        if missing:
+            raise PlanError(_edited(f"{missing[0]!r}, which is to run in FP32, is not there"))
 
     def to_json(self) -> str:
         """Return everything as JSON.
@@ -209,6 +243,14 @@ class Calibration:
     def __repr__(self) -> str:
         count = f"{len(self.values)} values, {self.batches} batches, {len(self.large)} nodes too large for FP16"
         return f"<fxamp calibration: {count}>"
+
+
+def _edited(what: str) -> str:
+    return f"the calibration is of other code, or for another policy: {what}. {_AGAIN.capitalize()}, by this policy."
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(map(repr, names[:3])) or "nothing"
 
 
 def _cells(held: Range) -> list[str]:

@@ -9,10 +9,10 @@ from torch.fx import Node
 
 from passes.contract.plan import Decision
 from passes.graph.notes import is_inserted
-from passes.graph.values import node_names
 from passes.runtime.casts import again
 
-from ..observe.watch import Dtypes, Place, Ran, Seen, Sum, Watch, dtype_of, dtypes_in, readers
+from ..observe.places import node_keys
+from ..observe.watch import Dtypes, Place, Ran, Seen, Sum, Watch, dtype_of, dtypes_in
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,7 @@ def ledgers_of(watch: Watch) -> tuple[Ledger, ...]:
 
 def _ledger(number: int, ran: Ran) -> Ledger:
     emitted = ran.known.emitted.graph
-    names = node_names(emitted)
-    calls = (n for n in emitted.nodes if n.op.startswith("call"))
-    keys = {n.name: next((names[r] for r in (n, *readers(n)) if r in names), "(output)") for n in calls}
+    keys = {n.name: key for n, key in node_keys(emitted).items()}
     decisions = {d.key: d for d in ran.known.plan.decisions if not d.graph}
     return Ledger(number, ran, {n.name: n for n in emitted.nodes}, keys, decisions)
 

@@ -25,14 +25,14 @@ from passes._torch import pytree
 from passes.graph.aliases import Aliases
 from passes.graph.bodies import Body
 from passes.graph.notes import READ_OUTPUT, is_inserted, is_ours, note_of
-from passes.graph.values import LOW_DTYPES, keys, module_path, no_autocast, source
+from passes.graph.values import LOW_DTYPES, module_path, no_autocast, source
 from passes.ops import ops
 from passes.ops.rules import row_of
 from passes.runtime.casts import again, cast_floating, cast_weight
 from passes.runtime.regions import under_autocast
 
 from .._torch import safe_softmax
-from .watch import readers
+from .places import OUTPUT, author_keys, node_keys, readers
 from .workload import floats
 
 _TO_LOW = ("half", "bfloat16")  # methods
@@ -101,10 +101,13 @@ class GraphSites:
 
     def __init__(self, graph: GraphModule, names: Mapping[str, str]) -> None:
         self._names = names
-        author = keys(n for n in graph.graph.nodes if not is_ours(n))
+        author = author_keys(graph.graph)
         self._aliases = Aliases(graph.graph)
         self.bodies = Body(graph, None).bodies()
-        self.keys = {n: _key(n, author) for n in graph.graph.nodes if n.op.startswith("call")}
+        self.keys = {
+            n: author.get(n.args[0], OUTPUT) if key == OUTPUT and n.args and isinstance(n.args[0], Node) else key
+            for n, key in node_keys(graph.graph).items()
+        }  # of a cast that nothing reads: that of what is cast
         self.low = {n: _is_low(n.meta.get("val")) for n in graph.graph.nodes}
         self._moves = {n: self._only_moves(n) for n in self.keys}
         self._sites: dict[tuple[Node, str], Site] = {}
@@ -355,13 +358,6 @@ def _chooses(node: Node) -> bool:
         return ops.name(node) in ("topk", "argmax")
     read = [user for user in node.users if user.target is operator.getitem and user.args[1] == 1 and user.users]
     return bool(read) and ops.argument(node, "dim") is not None
-
-
-def _key(node: Node, author: Mapping[Node, str]) -> str:
-    """Return the key of a node; of a cast, that of its first reader, else of what is cast."""
-    found = next((author[n] for n in (node, *readers(node)) if n in author), None)
-    first = node.args[0] if node.args else None
-    return found or (author.get(first, "(output)") if isinstance(first, Node) else "(output)")
 
 
 def _is_low(value: Any) -> bool:

@@ -29,7 +29,6 @@ from torch.utils.flop_counter import flop_registry
 import passes
 from passes._torch import OpOverload, own_schema, pytree
 from passes.contract.policy import dtype_name
-from passes.graph.notes import is_ours
 from passes.graph.values import no_autocast
 from passes.ops.rules import LOW, RULES
 
@@ -400,15 +399,6 @@ def observed(
     if watch is None or known == ():
         return run(*args)
     return watch.run((Part(known),) if whole else known, graph, "" if by == "eager" else by, run, args, compile)
-
-
-def readers(node: Node) -> Iterator[Node]:
-    """Yield the author's nodes that read a value, by casts of fxamp too."""
-    for user in node.users:
-        if is_ours(user):
-            yield from readers(user)
-        elif user.op != "output":
-            yield user
 
 
 def dtype_of(dtypes: Dtypes, product: bool) -> str:

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from passes.contract.policy import Policy
-from passes.graph.notes import is_inserted, is_ours
-from passes.graph.values import keys
+from passes.graph.notes import is_inserted
 from passes.ops import ops
 from passes.ops.rules import row_of
 
@@ -25,7 +24,7 @@ from ..calibration import Calibration, Range, checksums
 from ..diagnose.step import given_step, one_policy
 from ..diagnose.subject import Subject
 from ..observe.emulation import Site
-from ..observe.watch import readers
+from ..observe.places import wiring
 from ..observe.workload import Loss
 
 _SAMPLE = 1024  # elements of a tensor that are counted
@@ -76,7 +75,11 @@ def calibrate(
         subject.emulated(asked, batch, ranges)
         ranges.end_batch()
     values, gradients = ranges.read()
-    return Calibration(values, gradients, ranges.readers(), len(given.batches), ranges.scale, checksums(subject.model))
+    readers, numbers = ranges.wiring()
+    return Calibration(
+        values, gradients, readers, len(given.batches), ranges.scale, checksums(subject.model), numbers,
+        subject.model.training,
+    )  # fmt: skip
 
 
 class _Ranges:
@@ -149,14 +152,11 @@ class _Ranges:
         self._measured.append((list(zip(names, backward, strict=True)), torch.stack((peaks, *counts), 1)))
         self._seen = []
 
-    def readers(self) -> dict[str, tuple[str, ...]]:
-        """Return the nodes that read the value of each node, by key."""
+    def wiring(self) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
+        """Return the nodes that read the value of each node, and the numbers that it computes with, by key."""
         graphs = dict.fromkeys(node.graph for node in self._nodes.values())
-        known = {graph: keys(n for n in graph.nodes if not is_ours(n)) for graph in graphs}
-        return {
-            key: tuple(dict.fromkeys(known[node.graph][reader] for reader in readers(node)))
-            for key, node in self._nodes.items()
-        }
+        known = {key: one for graph in graphs for key, one in wiring(graph).items() if key in self._nodes}
+        return {key: readers for key, (readers, _) in known.items()}, {k: n for k, (_, n) in known.items() if n}
 
     def read(self) -> tuple[dict[str, Range], dict[str, Range]]:
         """Return the ranges of values and of gradients, by key."""

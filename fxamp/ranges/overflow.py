@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from passes._torch import OpOverload, own_schema, pytree
 from passes.contract.errors import PolicyError
@@ -32,12 +32,14 @@ from passes.graph.aliases import mutated_operands
 from passes.graph.bodies import Body
 from passes.graph.notes import is_inserted
 from passes.graph.values import LOW_DTYPES
+from passes.ops import ops
 
 from .._torch import current_autograd_node, storage_id
+from ..capture.graphs import runner_of
 from ..census.rows import Ledger, ledgers_of, where_of
 from ..convert import converted_in
 from ..diagnose.step import Batch, GivenStep, converted_by, given_step, watched_graphs
-from ..observe.emulation import raised
+from ..observe.emulation import is_fp32, raised
 from ..observe.snapshot import outside_of_regions
 from ..observe.tensors import dense
 from ..observe.watch import Part, Place, Ran, Watch, floats_in, gives_view
@@ -85,6 +87,8 @@ class Overflow:
             cures it.
         policy: The policy with these nodes in FP32, for `fxamp.convert` or `TrainStep.switch`; None without a cure.
         largest_scale: The largest loss scale, a power of 2, at which gradients fit as it is; 0 if there is none.
+        why: Why nothing cures it; "" where something does.
+        what: What is cast, for a cast: the name of a parameter, or the op that made the value; else "".
 
     Example:
         >>> fxamp.find_overflow(converted, x, y, loss=nn.functional.cross_entropy) is None
@@ -102,9 +106,12 @@ class Overflow:
     fp32: tuple[str, ...] = ()
     policy: Policy | None = None
     largest_scale: float = 0.0
+    why: str = ""
+    what: str = ""
 
     def __str__(self) -> str:
-        made = f"{self.op} makes {self.kind} in {self.dtype}" if self.op else f"{self.kind} from the start"
+        op = f"the cast of {self.what}" if self.what else self.op
+        made = f"{op} makes {self.kind} in {self.dtype}" if self.op else f"{self.kind} from the start"
         line = f" ({self.source})" if self.source and self.source.partition(": ")[0] != self.where else ""
         lines = [f"{self.where}{line}: {made}, in {'backward' if self.backward else 'forward'}"]
         lines += [f"  operand {operand}" for operand in self.operands]
@@ -113,7 +120,7 @@ class Overflow:
         if self.fp32:
             lines.append(f"  {len(self.fp32)} nodes in FP32 cure it: {', '.join(self.fp32[:8])}")
         if not self.fp32 and not self.largest_scale:
-            lines.append("  no colouring cures it: it is not finite in FP32 either, or runs outside of all graphs")
+            lines.append(f"  no cure was found: {self.why}")
         return "\n".join(lines)
 
     def __repr__(self) -> str:
@@ -179,7 +186,7 @@ def overflow_of(given: GivenStep, batch: Batch, scale: float, *, cured: bool = T
     line = place.where if place.kind == "outside" else ""
     found = Overflow(
         where, first.kind, place.backward, first.op, first.dtype, line if decision is None else decision.source,
-        first.operands, scale,
+        first.operands, scale, what=watch.what(place),
     )  # fmt: skip
     return _cured(found, given, batch, watch) if cured and not first.name and watch.graphs else found
 
@@ -230,6 +237,8 @@ class _Finite(Watch):
         self._origins: list[_Origin] = []
         self._bad: dict[int, _Origin | None] = {}  # by storage; None: the program wrote an inf
         self._ends: list[Tensor] = []
+        self._handed: dict[int, tuple[Any, _At]] = {}  # what graphs have returned, and by which node
+        self._crossed: dict[_At, _At] = {}  # inputs of graphs that another one has returned
 
     def given(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Look at values that are there from the start."""
@@ -268,6 +277,18 @@ class _Finite(Watch):
         ledger = self.ledger(place.graph)
         return ledger.decisions.get(ledger.key(place.where))
 
+    def what(self, place: Place) -> str:
+        """Return what the cast at a place casts: the name of a parameter, else the op that made it; "" for no cast."""
+        node = self._node((place.graph, place.where)) if place.kind == "node" else None
+        if node is None or not is_inserted(node):
+            return ""
+        while is_inserted(node):
+            node = node.all_input_nodes[0]
+        known = self.graphs[place.graph].known
+        inputs = [n for n in node.graph.nodes if n.op == "placeholder"]
+        at = inputs.index(node) if node in inputs else -1
+        return ops.name(node) if node.op.startswith("call") else str(known.names.get(at, "")) or str(node.target)
+
     def may_be_fp32(self, at: _At) -> bool:
         """Say whether a node runs low, and an override can keep it in FP32."""
         found = self.decision(Place("node", at[1], at[0]))
@@ -279,18 +300,25 @@ class _Finite(Watch):
         """Return the nodes to run in FP32 for a value or gradient that does not fit at a node: it, or what it reads."""
         if self.may_be_fp32(at) and at not in self.forced and not is_inserted(self._node(at)):
             return [at]
-        found, waiting, seen = list[_At](), [*self._node(at).all_input_nodes], set[Node]()
+        found, waiting, seen = list[_At](), self._operands(at), set[_At]()
         while waiting:
-            n = waiting.pop()
-            held = (at[0], n.name)
-            if n in seen or not n.op.startswith("call"):
+            held = self._crossed.get(one := waiting.pop(), one)
+            if held in seen or not self._node(held).op.startswith("call"):
                 continue
-            seen.add(n)
-            if not is_inserted(n) and self.may_be_fp32(held) and held not in self.forced:
+            seen.add(held)
+            if not is_inserted(self._node(held)) and self.may_be_fp32(held) and held not in self.forced:
                 found.append(held)
             else:
-                waiting += n.all_input_nodes
+                waiting += self._operands(held)
         return found
+
+    def _operands(self, at: _At) -> list[_At]:
+        return [(at[0], n.name) for n in self._node(at).all_input_nodes]
+
+    def follows(self, at: _At) -> bool:
+        """Say whether a node has the dtype of a value that is written in place, its own or one that it is a view of."""
+        found, node = self.decision(Place("node", at[1], at[0])), self._node(at)
+        return bool(mutated_operands(node)) or (found is not None and found.code == Code.MUTATED.value)
 
     def reads_low(self, at: _At) -> bool:
         """Say whether a node runs low, or reads a value that is low before casts of fxamp."""
@@ -374,9 +402,16 @@ class _Finite(Watch):
         self, parts: Sequence[Part], graph: GraphModule, by: str, run: Any, args: tuple[Any, ...], compile: Any = None
     ) -> Any:
         """Run a graph as it was emitted, even if a compiler has made something else of it."""
-        before = self._place
+        before, at = self._place, self._enter(parts[0].known)
+        ran = self.graphs[at].graph.graph
+        for n, value in zip(ran.find_nodes(op="placeholder"), args, strict=False):
+            if id(value) in self._handed:  # from a graph before a break
+                self._crossed[at, n.name] = self._handed[id(value)][1]
         try:
-            return _Nodes(self, self._enter(parts[0].known)).run(*args, enable_io_processing=False)
+            outputs = _Nodes(self, at).run(*args, enable_io_processing=False)
+            for n, value in zip(ran.output_node().all_input_nodes, _distinct(ran, outputs), strict=False):
+                self._handed[id(value)] = value, (at, n.name)
+            return outputs
         finally:
             self._place = before
 
@@ -401,6 +436,8 @@ class _Finite(Watch):
             return operands[0] if _overflows(made, operands[0]) else made
         args, kwargs = torch.fx.map_arg((n.args, n.kwargs), lambda o: _planned(o, nodes.env[o]))
         at = (nodes.at, n.name)
+        if self.follows(at) and any(_is_low(o) and is_fp32(nodes.env[o]) for o in n.all_input_nodes):
+            return nodes.call(n, *pytree.tree_map(raised, torch.fx.map_arg((n.args, n.kwargs), nodes.before_casts)))
         if not self.may_be_fp32(at):
             return nodes.call(n, args, kwargs) if _is_low(n) else nodes.value_of(n)
         if at not in self.forced:
@@ -446,6 +483,16 @@ class _Nodes(Interpreter):
     def value_of(self, n: Node) -> Any:
         """Run a call, and return its value."""
         return super().run_node(n)
+
+
+def _distinct(graph: Graph, outputs: Any) -> list[Any]:
+    """Return the values of the nodes that a graph returns, in the order in which its output names them."""
+    named: dict[Node, Any] = {}
+    leaves = zip(pytree.tree_leaves(graph.output_node().args[0]), pytree.tree_leaves(outputs), strict=True)
+    for node, value in leaves:
+        if isinstance(node, Node):
+            named.setdefault(node, value)
+    return [named[n] for n in graph.output_node().all_input_nodes]
 
 
 def _all_graphs(graph: GraphModule) -> list[GraphModule]:
@@ -497,7 +544,7 @@ def _cured(found: Overflow, given: GivenStep, batch: Batch, seen: _Finite) -> Ov
         fits = 2.0 ** math.floor(math.log2(most * found.scale / peak))
         found = replace(found, largest_scale=fits if _run(given, batch, fits).culprit() is None else 0.0)
     if whole.culprit() is not None:
-        return found  # nor is it finite in FP32
+        return replace(found, why=_why_not(found, given, batch, whole))
     for _ in range(_RUNS):
         origin = watch.culprit()
         if origin is None:
@@ -508,7 +555,19 @@ def _cured(found: Overflow, given: GivenStep, batch: Batch, seen: _Finite) -> Ov
         if not more:
             break
         watch = run(found.scale, [*watch.forced, *more])
-    return found
+    return replace(found, why="with all nodes in FP32 it is finite, and no fewer were found that are enough")
+
+
+def _why_not(found: Overflow, given: GivenStep, batch: Batch, whole: _Finite) -> str:
+    """Return why a run with all nodes in FP32 is not finite either."""
+    runner = runner_of(given.model)
+    plain = None if runner is None else _run(replace(given, model=runner.model), batch, found.scale).culprit()
+    if plain is not None:
+        return f"the model itself is not finite in FP32, first at {plain.name or plain.place.where or plain.op}"
+    last = whole.culprit()
+    if last is not None and last.place.kind != "node":
+        return f"it runs outside of all graphs, at {last.place.where or whole.where(last.place)}"
+    return "what is not finite has no colour of its own: it is written in place, or inside an op with a body"
 
 
 def _with_policy(found: Overflow, watch: _Finite) -> Overflow:

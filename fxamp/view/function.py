@@ -142,6 +142,8 @@ class Function:
             eager=self.settings.backend == "eager", costs=graphs.costs, replayed=replaying,
             alone=self.frames.alone if whole else None,
         )  # fmt: skip
+        if graphs.ensure is not None:
+            graphs.ensure(graph, whole)
         if replaying is not None:
             graphs.note(*replaying.notes(graph.plan))
         if self.frames.unknown and graphs.restores and holds_low(model):

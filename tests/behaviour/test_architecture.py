@@ -58,13 +58,11 @@ ARROWS = {
     "fxamp.convert": "._torch .calibration .capture .errors .measure .view passes.contract",
     "fxamp.diagnose": "._torch .capture .convert .errors .measure .observe passes._torch passes.contract",
     "fxamp.census": (
-        "._torch .capture .convert .diagnose .harmless .observe passes.contract passes.graph passes.ops "
-        "passes.runtime"
+        "._torch .capture .convert .diagnose .harmless .observe passes.contract passes.graph passes.ops passes.runtime"
     ),
     "fxamp.error": ".diagnose .observe passes._torch passes.contract passes.graph passes.ops",
     "fxamp.ranges": (
-        "._torch .calibration .census .convert .diagnose .observe passes._torch passes.contract passes.graph "
-        "passes.ops"
+        "._torch .calibration .census .convert .diagnose .observe passes._torch passes.contract passes.graph passes.ops"
     ),
     "fxamp.choose": ".capture .convert .diagnose .error .errors .measure .observe passes passes.contract passes.graph",
     "fxamp.train.ranks": "._torch .view passes.contract",

@@ -238,7 +238,7 @@ def test_a_checksum_knows_order_and_signs(changed: str) -> None:
 
 
 def test_a_calibration_of_an_older_version_is_said_to_be_one() -> None:
-    text = fxamp.calibrate(nn.Linear(8, 4), X, loss=torch.mean).to_json().replace('"version": 3', '"version": 2')
+    text = fxamp.calibrate(nn.Linear(8, 4), X, loss=torch.mean).to_json().replace('"version": 4', '"version": 3')
     with pytest.raises(PlanError, match="another version of fxamp wrote it"):
         fxamp.Calibration.from_json(text)
 
@@ -256,3 +256,72 @@ def test_a_calibration_of_other_values_is_refused(field: str, value: Any) -> Non
 def test_a_file_without_an_end_is_no_calibration() -> None:
     with pytest.raises(PlanError, match="longer than"):
         fxamp.Calibration.load("/dev/zero")
+
+
+class Before(nn.Module):
+    """The product with 500, which comes last, does not fit FP16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = (nn.Linear(64, 64) for _ in "abc")
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.c(self.b(self.a(x) * 2).sigmoid() * 300 * 500 / 9e4)
+        return out
+
+
+class LineAdded(Before):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.c(self.b(self.a(self.a(self.a(x) * 2) * 2) * 2).sigmoid() * 300 * 500 / 9e4)
+        return out
+
+
+class LineTakenOut(Before):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.c(self.b(self.a(x)).sigmoid() * 300 * 500 / 9e4)
+        return out
+
+
+class WrittenAnew(Before):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.b(self.a(x) * 2).sigmoid() * 300
+        out: Tensor = self.c(h.add(h, alpha=499) / 9e4)
+        return out
+
+
+class OtherNumbers(Before):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.c(self.b(self.a(x) * 500).sigmoid() * 300 * 2 / 9e4)
+        return out
+
+
+@pytest.mark.parametrize("example", [True, False])
+@pytest.mark.parametrize("edited", [Before, LineAdded, LineTakenOut, WrittenAnew, OtherNumbers])
+def test_a_calibration_of_code_that_was_edited_since_is_refused(
+    edited: type[Before], example: bool, tmp_path: Path
+) -> None:
+    x, path = torch.randn(4, 64), tmp_path / "ranges.json"
+    fxamp.calibrate(Before(), x, loss=torch.mean, policies="O2,dtype=fp16").save(path)
+
+    def convert() -> Any:
+        view = fxamp.convert(edited(), *[(x,)] * example, policy="O2,dtype=fp16", calibration=path)
+        return view(torch.randn(6, 64))
+
+    if edited is Before:
+        assert convert().isfinite().all()
+        return
+    with pytest.raises(PlanError, match=r"other code.*(/mul#|/div#).*Calibrate again"):
+        convert()
+
+
+def test_a_calibration_is_good_for_another_level_that_splits_the_loss_and_for_another_batch_size() -> None:
+    model = Before()
+
+    def loss(out: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(out, torch.zeros(len(out), dtype=torch.long))
+
+    found = fxamp.calibrate(model, torch.randn(4, 64), loss=loss, policies="O1,dtype=fp16")
+    for level in ("O1", "O2"):
+        view = fxamp.convert(model, (torch.randn(7, 64),), policy=f"{level},dtype=fp16", calibration=found)
+        assert view(torch.randn(7, 64)).isfinite().all()
