@@ -23,6 +23,7 @@ from ..capture.inputs import device_of, resolve
 from ..convert import convert, converted_in
 from ..errors import in_short
 from ..measure.counts import step_counts
+from ..observe.eight_bits import as_made_of
 from ..observe.emulation import At, Decides, Edge, Emulation, GraphSites, Read, Site, Watched, is_fp32
 from ..observe.snapshot import outside_of_regions
 from ..observe.tensors import dense
@@ -128,7 +129,7 @@ class Subject:
     def real(self, name: str, batch: Batch) -> Ran:
         """Run a step with the kernels of a policy, of autocast, or of FP32 (the model itself)."""
         model, region = self.how(name)
-        return self.scaled(name, lambda scale: self._step(model, batch, region, scale))
+        return self.scaled(name, lambda scale: self._step(model, batch, region, scale, reference=name == FP32))
 
     def scaled(self, name: str, run: Callable[[float], Ran]) -> Ran:
         """Run a step with the loss scale of a policy, which is halved until all gradients are finite.
@@ -255,9 +256,11 @@ class Subject:
 
     def _step(
         self, model: nn.Module, batch: Batch, region: Callable[[], Any], scale: float = 1.0, *, backward: bool = True,
-        wide: bool = False,
+        wide: bool = False, reference: bool = False,
     ) -> Ran:  # fmt: skip
         """Run a step of a model, in float64 if it is `wide`, and leave everything as it was.
+
+        One that is a `reference`, or wide, computes nothing in 8 bits.
 
         All parameters are copied beforehand for the first step, and then those that a step has written: each begins
         with the same parameters and random numbers, and runs the same code.
@@ -271,6 +274,8 @@ class Subject:
             for around in (watched_graphs(parts), warnings.catch_warnings(), torch.enable_grad(), outside_of_regions()):
                 stack.enter_context(around)
             warnings.simplefilter("ignore")  # of FP16 without a GradScaler: the loss is scaled here
+            if wide or reference:
+                stack.enter_context(as_made_of(self.model))
             if wide:
                 stack.enter_context(in_float64(self.model, draws=self._draws))
             before = generators(self.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from passes.contract.errors import PolicyError
 
 from ..diagnose.step import Batch, given_step
 from ..diagnose.subject import POLICIES, Ran, Subject, policies_of, refuse_infinite
+from ..observe.eight_bits import eight_bit_modules, listed
 from ..observe.emulation import Decides, Site
 from ..observe.workload import Loss
 from .derivatives import Derivatives
@@ -85,16 +86,19 @@ def estimated(subject: Subject, names: Sequence[str], *, gradients: bool | str =
     dead = tuple(sorted(made.norms.keys() - set(living(made.norms))))
     return ErrorReport(
         type(subject.model).__name__, False, "", len(made.losses), mean, 2.0**-24 * abs(mean), dead,
-        tuple(errors.values()), (PREDICTED, *degenerate(made.norms), *_unseen(subject.uncaptured)),
+        tuple(errors.values()), (PREDICTED, *degenerate(made.norms), *_unseen(subject)),
     )  # fmt: skip
 
 
-def _unseen(names: Collection[str]) -> tuple[str, ...]:
-    """Return a note on parameters that are read outside of all graphs, where roundings are not seen."""
+def _unseen(subject: Subject) -> tuple[str, ...]:
+    """Return notes on roundings that are not seen: in modules of 8 bits, and where code runs outside of all graphs."""
+    names, modules = subject.uncaptured, eight_bit_modules(subject.model)
+    if modules:
+        return (f"{listed(modules)} round to 8 bits inside, which is in no row: see fxamp.measure_error.",)
     if not names:
         return ()
-    listed = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return (f"Not all of it was captured: errors made by what reads {listed} are not among these.",)
+    first = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return (f"Not all of it was captured: errors made by what reads {first} are not among these.",)
 
 
 class _Estimate:

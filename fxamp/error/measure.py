@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..diagnose.step import given_step
 from ..diagnose.subject import AUTOCAST, FP32, Ran, Subject, policies_of, refuse_infinite
+from ..observe.eight_bits import eight_bit_modules, listed
 from ..observe.emulation import Site
 from ..observe.workload import Loss, floats
 from .report import ErrorReport, Tally, degenerate, living, squared
@@ -83,8 +84,23 @@ def measured(subject: Subject, names: Sequence[str], *, values: bool = False) ->
     mean = sum(losses) / len(losses)
     floor = max(made[0].loss, 2.0**-24 * abs(mean))
     return ErrorReport(
-        type(subject.model).__name__, True, named, len(losses), mean, floor, dead, tuple(made), degenerate(norms)
+        type(subject.model).__name__,
+        True,
+        named,
+        len(losses),
+        mean,
+        floor,
+        dead,
+        tuple(made),
+        (*degenerate(norms), *_in_eight_bits(subject)),
     )
+
+
+def _in_eight_bits(subject: Subject) -> tuple[str, ...]:
+    modules = eight_bit_modules(subject.model)
+    if not modules:
+        return ()
+    return (f"{listed(modules)} compute in 8 bits in each row but FP32, where they compute as what they were made of.",)
 
 
 def _distances(ran: Ran, true: Ran) -> list[float]:

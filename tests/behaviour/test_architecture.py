@@ -55,14 +55,16 @@ ARROWS = {
     ),
     "fxamp.measure": "._torch .capture .observe .view passes passes._torch passes.contract passes.graph passes.ops",
     "fxamp.measure.fake_cuda": ".capture .errors .measure .observe .target passes._torch passes.contract",
-    "fxamp.convert": "._torch .calibration .capture .errors .measure .view passes.contract",
+    "fxamp.convert": "._torch .calibration .capture .errors .measure .observe .view passes.contract",
     "fxamp.diagnose": "._torch .capture .convert .errors .measure .observe passes._torch passes.contract",
     "fxamp.census": (
-        "._torch .capture .convert .diagnose .harmless .observe passes.contract passes.graph passes.ops passes.runtime"
+        "._torch .capture .convert .diagnose .harmless .observe passes.contract passes.graph passes.ops "
+        "passes.runtime"
     ),
     "fxamp.error": ".diagnose .observe passes._torch passes.contract passes.graph passes.ops",
     "fxamp.ranges": (
-        "._torch .calibration .census .convert .diagnose .observe passes._torch passes.contract passes.graph passes.ops"
+        "._torch .calibration .capture .census .convert .diagnose .observe passes._torch passes.contract "
+        "passes.graph passes.ops"
     ),
     "fxamp.choose": ".capture .convert .diagnose .error .errors .measure .observe passes passes.contract passes.graph",
     "fxamp.train.ranks": "._torch .view passes.contract",

@@ -259,3 +259,66 @@ def test_bad_input_is_named(given: Any, says: str) -> None:
     asked = {"inputs": X, "target": Y, "loss": CE, **given}
     with pytest.raises(PolicyError, match=re.escape(says)):
         fxamp.measure_error(net(), **asked)
+
+
+# What computes in 8 bits by itself.
+
+
+class Float8(nn.Linear):
+    """A linear layer over the weights of another, whose product is in 8 bits, as torchao's Float8Linear is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        low = [t.to(torch.float8_e4m3fn).to(t.dtype) for t in (x, self.weight)]
+        return torch.nn.functional.linear(low[0], low[1], self.bias)
+
+
+class Alone(nn.Module):
+    """One that was made of no class of torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T
+
+
+Float8.forward.__module__ = Alone.forward.__module__ = "torchao.float8.float8_linear"
+
+
+def mean_square(out: Tensor) -> Tensor:
+    return out.float().square().mean()
+
+
+def test_modules_that_compute_in_8_bits_are_measured_against_what_they_were_made_of() -> None:
+    plain = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+    model = nn.Sequential(Float8(8, 16), nn.GELU(), Float8(16, 4))
+    model.load_state_dict(plain.state_dict())
+    x = torch.randn(16, 8)
+    found = fxamp.measure_error(model, x, loss=mean_square, policies="O1,dtype=bf16")
+    assert found.loss == pytest.approx(mean_square(plain(x)).item(), rel=1e-6)
+    assert found["FP32"].gradient < 1e-6
+    assert found["O1,dtype=bf16"].gradient > 0.02
+    assert "2 modules of torchao (Float8: 0, 2)" in found.notes[0]
+    assert "forward" not in vars(model[0])
+    estimated = fxamp.estimate_error(model, x, loss=mean_square, policies="O1,dtype=bf16")
+    assert any("in no row" in note for note in estimated.notes)
+    view = fxamp.convert(model, (x,), policy="O1,dtype=bf16")
+    assert any(note.startswith("keep: 2 modules of torchao") for note in fxamp.plan_of(view).notes)
+
+
+def test_a_module_of_8_bits_that_was_made_of_nothing_known_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Alone())
+    with pytest.raises(PolicyError, match=r"'1' \(Alone\) computes in 8 bits.*as it was before"):
+        fxamp.measure_error(model, torch.randn(4, 8), loss=mean_square, policies="O1")
+
+
+def test_torchaos_own_layer_is_measured_against_linear_ones() -> None:
+    float8 = pytest.importorskip("torchao.float8")
+    plain = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 16))
+    x = torch.randn(16, 32)
+    true = mean_square(plain(x)).item()
+    model = float8.convert_to_float8_training(plain, config=float8.Float8LinearConfig(emulate=True))
+    found = fxamp.measure_error(model, x, loss=mean_square, policies="O1,dtype=bf16")
+    assert found.loss == pytest.approx(true, rel=1e-6)
+    assert found["O1,dtype=bf16"].gradient > 0.02
