@@ -39,7 +39,7 @@ sys.path.insert(0, str(HERE.parent))
 import fxamp  # noqa: E402
 from fxamp.calibration import ROOM  # noqa: E402
 from fxamp.diagnose.subject import POLICIES, Subject  # noqa: E402
-from fxamp.error.derivatives import Derivatives  # noqa: E402
+from fxamp.error.derivatives import Derivatives, keys_of  # noqa: E402
 from fxamp.error.estimate import estimated  # noqa: E402
 from fxamp.error.measure import measured  # noqa: E402
 from fxamp.error.report import ErrorReport, Tally, squared  # noqa: E402
@@ -177,7 +177,7 @@ def attributed(name: str) -> list[Row]:
     for level in LEVELS:
         policy = f"{level},dtype=bf16"
         whole = estimated(subject, (policy,))[policy]
-        mean = sum(derived.gradients(derived.sites(policy))) / (ATTRIBUTED * len(whole.parameters))
+        mean = sum(derived.gradients(map(keys_of, subject.rounding(policy)))) / (ATTRIBUTED * len(whole.parameters))
         rows.append({"model": name, "level": level, "sum": mean**0.5, "whole": whole.per_parameter})
     return rows
 

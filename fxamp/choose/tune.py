@@ -9,7 +9,8 @@ the certificate                            the measured error of what was found,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +22,6 @@ from passes.contract.errors import PolicyError
 from passes.contract.plan import CERTIFICATE, Plan
 from passes.contract.policy import Level, Policy
 
-from ..capture.graphs import runner_of
 from ..convert import plan_of
 from ..diagnose.step import given_step, one_policy
 from ..diagnose.subject import AUTOCAST, Subject
@@ -115,9 +115,17 @@ def tune(
 
 @dataclass(frozen=True)
 class _Cut:
-    """A colouring that was found: its name as a policy, lambda, and its predicted square error, in units of O1's."""
+    """A colouring that was found.
+
+    Attributes:
+        name: as a policy.
+        base: what it colours otherwise.
+        weight: lambda.
+        square: its predicted square error, in units of O1's.
+    """
 
     name: str
+    base: Policy
     weight: float
     square: float
 
@@ -151,6 +159,8 @@ class Search:
         asked = [self._autocast] if tolerance == AUTOCAST else []
         for name in asked:
             self._refuse_failing(name)
+        for name in self._exact:  # what is not measured in the end is not captured
+            self._subject.decide(name, str(self._base), Policy.of(name))
         errors = {e.policy: e for e in measured(self._subject, (*asked, *self._exact, str(self._base))).policies}
         autocast = errors.pop(self._autocast).per_parameter if asked else math.inf
         limit = autocast if tolerance == AUTOCAST else float(tolerance)
@@ -173,7 +183,6 @@ class Search:
         if not within:
             raise PolicyError(_nothing_keeps(limit, errors.values(), predicted))
         best = min(within, key=lambda e: (e.cast_bytes or 0, e.casts or 0))
-        limit = max(limit, best.per_parameter)
         return self._certified(best, limit, predicted.get(best.policy), len(self._subject.given.batches), errors)
 
     def _refuse_failing(self, autocast: str) -> None:
@@ -191,7 +200,7 @@ class Search:
         if not o1:
             return {}
         charged = Charges(self._subject, o2, str(self._o1))
-        predicted, aim = {o2: o1 * charged.predicted(o2) ** 0.5}, limit / _MARGIN
+        predicted, aim = {o2: o1 * charged.square(charged.rounded(o2)) ** 0.5}, limit / _MARGIN
         if predicted[o2] <= aim and errors[o2].per_parameter <= limit:
             return predicted  # O2 is where all charges are zero: no cut casts less
         for base in self._bases:
@@ -219,28 +228,28 @@ class Search:
                 high = middle
             else:
                 low = middle
-        within = [cut for cut in self._cuts.values() if cut.name.startswith(f"{base} ") and cut.square <= aim]
+        within = [cut for cut in self._cuts.values() if cut.base == base and cut.square <= aim]
         return min(within, key=lambda cut: cut.weight) if within else None
 
     def _cut(self, charged: Charges, base: Policy, weight: float) -> _Cut:
-        """Return the cut of a lambda, made once; lambda is in units of the bytes that O1 casts."""
+        """Return the cut of a lambda, made once; lambda is in units of the bytes that O1 casts.
+
+        It is solved again on the graphs that are captured: nothing is run or captured for it.
+        """
         name = f"{base} with {weight:.4g} of error"
-        if name in self._cuts:
-            return self._cuts[name]
-        view = self._subject.converted(base)
-        scale = weight * charged.bytes
-        runner_of(view).graphs.costs = Penalties(
-            ByteCosts(base.device or self._subject.device),
-            {key: scale * v for key, v in charged.values.items()}, {key: scale * v for key, v in charged.casts.items()},
-        )  # fmt: skip
-        self._subject.add(name, base, view)
-        self._cuts[name] = _Cut(name, weight, charged.predicted(name))
+        if name not in self._cuts:
+            self._subject.decide(
+                name, str(self._base), base, charged.costs(base.device or self._subject.device, weight)
+            )
+            self._cuts[name] = _Cut(name, base, weight, charged.square(charged.rounded(name)))
         return self._cuts[name]
 
     def _certified(
         self, best: Errors, limit: float, predicted: float | None, batches: int, errors: Mapping[str, Errors]
     ) -> Plan:
-        plan = plan_of(self._subject.view(best.policy))
+        view = self._subject.view(best.policy)  # captured under its own decisions, and measured once more
+        best = measured(self._subject, (best.policy,))[best.policy]
+        plan = plan_of(view)
         numbers = {"tolerance": limit, "measured": best.per_parameter, "gradient": best.gradient, "loss": best.loss,
                    "batches": batches, "casts": best.casts or 0, "cast_bytes": best.cast_bytes or 0}  # fmt: skip
         if predicted is not None:
@@ -259,7 +268,11 @@ class Search:
 
 
 def _short(name: str) -> str:
-    return name.partition(",")[0] + ("".join(name.partition(" with")[1:]))
+    """Return the level of a policy, how it shares casts where that is asked for, and the weight of a cut."""
+    policy, _, weight = name.partition(" with ")
+    words = policy.split(",")
+    shares = [word for word in words[1:] if word.startswith("share_casts=")]
+    return ",".join([words[0], *shares]) + (f" with {weight}" if weight else "")
 
 
 def _nothing_keeps(limit: float, errors: Iterable[Errors], predicted: Mapping[str, float]) -> str:
@@ -277,7 +290,8 @@ def _nothing_keeps(limit: float, errors: Iterable[Errors], predicted: Mapping[st
 class Charges:
     """The error that each rounding makes, for any colouring: of every value, and of every read of one.
 
-    It is 0.2 times the variance of the loss and 0.8 times that of the gradients, each in units of a policy's whole.
+    It is 0.2 times the variance of the loss and 0.8 times that of the gradients, each in units of a policy's whole. A
+    gradient that sums hand on counts once, however many of those that have it are rounded.
 
     Args:
         subject: the model and its batches.
@@ -285,26 +299,45 @@ class Charges:
         unit: the policy whose error is the unit.
 
     Attributes:
-        values: of the result of each node, by key.
-        casts: of the cast of a value for one reader, by the keys of the reader and of the value.
-        bytes: that the casts of the unit move.
+        charges: what rounding costs at a place, by its key.
     """
 
     def __init__(self, subject: Subject, name: str, unit: str) -> None:
-        found = Derivatives(subject, name)
-        self._sites = found.sites
-        gradients = {at: v + found.backward[at] for at, v in found.forward.items()}
-        whole = [self._sum(unit, by) or 1.0 for by in (found.losses, gradients)]
-        self._found = {
-            at: _LOSS * v / whole[0] + _GRADIENT * gradients[at] / whole[1] for at, v in found.losses.items()
-        }
-        self.values = {key: v for key, v in self._found.items() if isinstance(key, str)}
-        self.casts = {key: v for key, v in self._found.items() if isinstance(key, tuple) and len(key) == 2}
-        self.bytes = subject.casts(unit)[1]
+        self._subject, self._found = subject, Derivatives(subject, name)
+        of_unit = self.rounded(unit)
+        self._whole = tuple(sum(by) or 1.0 for by in self._parts(of_unit))
+        self._bytes = subject.casts(unit)[1]
+        sharing = Counter(self._found.handed[at] for keys in self.rounded(name) for at in set(keys) & self._backward)
+        self.charges = {at: self._charge(at, sharing) for at in self._found.losses}
 
-    def predicted(self, name: str) -> float:
-        """Return the square of the error of a policy, in units of that of the unit."""
-        return self._sum(name, self._found)
+    @property
+    def _backward(self) -> Set[Any]:
+        return self._found.backward.keys()
 
-    def _sum(self, name: str, found: Mapping[Any, float]) -> float:
-        return sum(found.get(at, 0.0) for at in {at for site in self._sites(name) for at in keys_of(site)})
+    def _charge(self, at: Any, sharing: Mapping[Any, int]) -> float:
+        """Return what rounding at one key costs a cut, which adds up charges: a part of a gradient that is shared."""
+        found = self._found
+        gradient = found.forward[at] + found.backward[at] / max(sharing.get(found.handed[at], 1), 1)
+        return _LOSS * found.losses[at] / self._whole[0] + _GRADIENT * gradient / self._whole[1]
+
+    def _parts(self, rounded: Sequence[tuple[Any, ...]]) -> tuple[list[float], list[float]]:
+        keys = {at for keys in rounded for at in keys}
+        return [self._found.losses.get(at, 0.0) for at in keys], self._found.gradients(rounded)
+
+    def costs(self, device: str, weight: float) -> Penalties:
+        """Return what a cut is told that things cost: the bytes of casts, and errors, weighted by bytes of the unit."""
+        scaled = {at: weight * self._bytes * v for at, v in self.charges.items()}
+        return Penalties(
+            ByteCosts(device), {key: v for key, v in scaled.items() if isinstance(key, str)},
+            {key: v for key, v in scaled.items() if isinstance(key, tuple) and len(key) == 2},
+        )  # fmt: skip
+
+    def rounded(self, name: str) -> list[tuple[Any, ...]]:
+        """Return the keys of what a policy rounds, a tuple for each place."""
+        found = {site.place: keys_of(site) for site in self._subject.rounding(name)}
+        return list(found.values())
+
+    def square(self, rounded: Sequence[tuple[Any, ...]]) -> float:
+        """Return the square of the error of roundings, in units of that of the unit."""
+        loss, gradient = map(sum, self._parts(rounded))
+        return float(_LOSS * loss / self._whole[0] + _GRADIENT * gradient / self._whole[1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from passes._torch import pytree
+from passes.contract.costs import CostModel
 from passes.contract.errors import CaptureError, PolicyError
 from passes.contract.policy import Policy
 
 from ..capture.emitted import record_on
-from ..capture.graphs import runner_of
+from ..capture.graph import Graph
+from ..capture.graphs import Graphs, runner_of
 from ..capture.inputs import device_of, resolve
 from ..convert import convert, converted_in
 from ..errors import in_short
@@ -49,6 +51,24 @@ class Ran:
     loss: float
     gradients: Mapping[str, Tensor]
     output: Any
+
+
+class Decided:
+    """What is decided by a policy, and under costs of its own, on the graphs that another one has captured."""
+
+    def __init__(self, base: str, policy: Policy, costs: CostModel | None) -> None:
+        self.base, self.policy, self.costs = base, policy, costs
+        self._graphs: dict[int, tuple[Graph, GraphModule]] = {}
+
+    def graph(self, known: Graph) -> GraphModule:
+        """Return what would be emitted for a captured graph, decided once."""
+        if id(known.emitted) not in self._graphs:
+            self._graphs[id(known.emitted)] = known, known.decided(self.policy, self.costs)
+        return self._graphs[id(known.emitted)][1]
+
+    def run(self, known: Graph, _: GraphModule, args: tuple[Any, ...]) -> Any:
+        """Run that in the place of what was emitted."""
+        return self.graph(known)(*args)
 
 
 class Subject:
@@ -92,6 +112,7 @@ class Subject:
         self.parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self._sites: dict[int, tuple[GraphModule, GraphSites]] = {}
         self._written: set[int] | None = None  # the parameters that steps have written, by identity
+        self._decided: dict[str, Decided] = {}
         self._scales: dict[str, float] = {}  # of the loss, that were found to fit
         self._draws = False  # whether a step draws random numbers
 
@@ -115,12 +136,22 @@ class Subject:
         key = name if name in self._named else str(self.policy(name))
         if key not in self._views:
             self._views[key] = self.converted(self.policy(name))
+            if name in self._decided:
+                runner_of(self._views[key]).graphs.costs = self._decided[name].costs
         return self._views[key]
 
     def converted(self, policy: Policy) -> Any:
         """Return the model converted by a policy."""
         args = self.given.example if isinstance(self.model, GraphModule) else (None, None)
         return convert(self.model, *args, policy=policy, check=False)
+
+    def decide(self, name: str, base: str, policy: Policy, costs: CostModel | None = None) -> None:
+        """Know a policy, under costs of its own, by what is decided on the graphs that another one has captured.
+
+        Steps under its name run those graphs; the model is converted by it only when its view is asked for.
+        """
+        if name not in self._views:
+            self._named[name], self._decided[name] = policy, Decided(base, policy, costs)
 
     def add(self, name: str, policy: Policy, view: nn.Module) -> None:
         """Compare a view under a name of its own."""
@@ -191,7 +222,10 @@ class Subject:
         low: Any = self.policy(name).dtype
         if name.startswith(AUTOCAST):
             return self.model, lambda: torch.autocast(self.device, dtype=low)
-        return self.view(name), contextlib.nullcontext
+        decided = self._decided.get(name)
+        if decided is None or name in self._views:
+            return self.view(name), contextlib.nullcontext
+        return self.view(decided.base), lambda: run_instead(decided.run)
 
     def emulated(
         self, name: str, batch: Batch, at: At, edge: Edge | None = None, *, read: Read | None = None,
@@ -232,10 +266,25 @@ class Subject:
     def sites(self, graph: GraphModule, converted: Any) -> GraphSites:
         """Return the sites of an emitted graph, found once."""
         if id(graph) not in self._sites:
-            inputs = [n.name for n in graph.graph.nodes if n.op == "placeholder"]
-            names = {inputs[i]: converted.names.get(i, "") for i in converted.places}
-            self._sites[id(graph)] = graph, GraphSites(graph, names)
+            self._sites[id(graph)] = graph, GraphSites(graph, self._names(graph, converted))
         return self._sites[id(graph)][1]
+
+    @staticmethod
+    def _names(graph: GraphModule, known: Graph) -> dict[str, str]:
+        inputs = [n.name for n in graph.graph.nodes if n.op == "placeholder"]
+        return {inputs[i]: known.names.get(i, "") for i in known.places}
+
+    def rounding(self, name: str) -> Iterator[Site]:
+        """Yield what the graphs of a policy round, in the state of the model and with gradients; nothing is run."""
+        decided, state = self._decided.get(name), (self.model.training, "grad")
+        name = name if decided is None else decided.base
+        graphs: Graphs = runner_of(self.view(name)).graphs
+        for batch in () if graphs else self.given.unlike():  # nothing is captured yet
+            self._step(self.view(name), batch, contextlib.nullcontext, backward=False)
+        for known in graphs.distinct():
+            if (known.state.training, known.state.grad) == state:
+                graph = known.emitted if decided is None else decided.graph(known)
+                yield from GraphSites(graph, self._names(graph, known)).rounding()
 
     def reference(self) -> tuple[str, Callable[[Batch], Ran]]:
         """Return what errors are measured against, and a function that runs it: float64, or FP32 where it does not run.

@@ -23,7 +23,7 @@ from torch.fx import Node
 
 from ..diagnose.step import Batch
 from ..diagnose.subject import Subject
-from ..observe.emulation import Place, Site
+from ..observe.emulation import Site
 from ..observe.tensors import dense
 from .report import living, squared
 from .rounding import error, rounded, ulp
@@ -55,7 +55,7 @@ class Derivatives:
         self._low = subject.policy(name).dtype or torch.bfloat16
         self._generator = torch.Generator(subject.device).manual_seed(0)
         self.losses, self.forward, self.backward = dict[Any, float](), dict[Any, float](), dict[Any, float]()
-        self._handed: dict[Any, Any] = {}  # by key, the first one with the same gradient
+        self.handed: dict[Any, Any] = {}  # by key, the first one with the same gradient
         looked_at, count = subject.given.batches[:most], len(subject.given.batches)
         if norms is None:
             norms, count = dict[str, float](), len(looked_at)
@@ -68,35 +68,21 @@ class Derivatives:
                 ahead = self._pairs(batch)
             first: dict[Any, Any] = {}
             for at, (_, gradient) in ahead.items():  # in the order of backward
-                self._handed[at] = first.setdefault((gradient.data_ptr(), gradient.numel()), at)
+                self.handed[at] = first.setdefault((gradient.data_ptr(), gradient.numel()), at)
             with _moved(subject, direction, -step):
                 behind = self._pairs(batch)
             for at in [at for at in ahead if at in behind]:
                 self._add(at, ahead.pop(at), behind.pop(at), step)
 
-    def gradients(self, sites: Iterable[Site]) -> list[float]:
-        """Return the variance of v.dg that each of the sites of a policy adds."""
+    def gradients(self, places: Iterable[Iterable[Any]]) -> list[float]:
+        """Return the variance of v.dg that a policy adds at each of the places that it rounds, given by their keys."""
         found, counted = [], set[Any]()
-        for site in sites:
-            keys = keys_of(site)
-            backward = {self._handed[at]: self.backward[at] for at in keys if at in self.backward}
+        for keys in map(tuple, places):
+            backward = {self.handed[at]: self.backward[at] for at in keys if at in self.backward}
             new = (v for at, v in backward.items() if at not in counted)
             found.append(sum(self.forward.get(at, 0.0) for at in keys) + sum(new))
             counted |= backward.keys()
         return found
-
-    def sites(self, name: str) -> list[Site]:
-        """Return what a policy rounds: results, and casts for their low readers."""
-        found = dict[Place, Site]()
-
-        def at(site: Site, value: Tensor) -> Tensor:
-            if site.rounds:
-                found.setdefault(site.place, site)
-            return value
-
-        for batch in self._subject.given.unlike():
-            self._subject.emulated(name, batch, at, backward=False)
-        return list(found.values())
 
     def _direction(self, batch: Batch) -> tuple[dict[str, Tensor], float]:
         """Return a random direction in which each parameter's gradient counts alike, and how far to go along it."""

@@ -17,7 +17,7 @@ from ..diagnose.subject import POLICIES, Ran, Subject, policies_of, refuse_infin
 from ..observe.eight_bits import eight_bit_modules, listed
 from ..observe.emulation import Decides, Site
 from ..observe.workload import Loss
-from .derivatives import Derivatives
+from .derivatives import Derivatives, keys_of
 from .report import PREDICTED, ErrorReport, Errors, NodeError, Tally, degenerate, living, squared
 from .rounding import rounded
 from .variances import Moved, Unrounded, coherent
@@ -135,7 +135,7 @@ class _Estimate:
         flips = {key: value / count for key, value in self._flips[name].items() if value > 1e-3}
         swamped = {m.site.key: m.swamped for m in moved if m.swamped > 0.5}
         derived = self._derivatives.get(self._plain.base(name))
-        nodes = _nodes(moved, None if derived is None else derived.gradients(m.site for m in moved))
+        nodes = _nodes(moved, None if derived is None else derived.gradients(keys_of(m.site) for m in moved))
         return self._tallies[name].errors(
             name, self.norms, loss=square**0.5, increase=square / 2, nodes=nodes, flips=flips, swamped=swamped
         )

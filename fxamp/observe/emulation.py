@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -145,6 +145,18 @@ class GraphSites:
         while is_ours(node):
             node = node.args[0]  # type: ignore[assignment]
         return self.keys.get(node, node.name)
+
+    def rounding(self) -> Iterator[Site]:
+        """Yield what the real run rounds, without running it: results, casts down, and what lies inside kernels."""
+        for node, low in self.low.items():
+            if not low or node not in self.keys or row_of(node).asks:
+                continue
+            for part in ("", *_PARTS.get(ops.name(node), ())):
+                if (site := self.of(node, part)).rounds:
+                    yield site
+        for node, bodies in self.bodies.items():
+            for body in bodies if row_of(node).bodies == "entered" else ():
+                yield from self.inside(body.module).rounding()
 
     def is_written(self, node: Node) -> bool:
         """Say whether a value is written in place."""
@@ -350,6 +362,12 @@ _INSIDE: dict[str, tuple[Callable[[Callable[[str, Tensor], Tensor], dict[str, An
     "cross_entropy_loss": (_cross_entropy, "self input target weight label_smoothing reduction ignore_index"),
     "scaled_dot_product_attention": (_attention, "query key value attn_mask dropout_p is_causal scale enable_gqa"),
 }
+
+
+_PARTS = {
+    "log_softmax": ("sum", "log"), "cross_entropy_loss": ("sum", "log"),
+    "scaled_dot_product_attention": ("scores", "probabilities"),
+}  # fmt: skip
 
 
 def _chooses(node: Node) -> bool:

@@ -66,7 +66,7 @@ ARROWS = {
         "._torch .calibration .capture .census .convert .diagnose .observe passes._torch passes.contract "
         "passes.graph passes.ops"
     ),
-    "fxamp.choose": ".capture .convert .diagnose .error .errors .measure .observe passes passes.contract passes.graph",
+    "fxamp.choose": ".convert .diagnose .error .errors .measure .observe passes passes.contract passes.graph",
     "fxamp.train.ranks": "._torch .view passes.contract",
     "fxamp.train": (
         "._torch .capture .census .diagnose .errors .measure .observe .ranges .train.ranks .view passes._torch "

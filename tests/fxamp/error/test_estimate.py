@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import fxamp
 from fxamp.diagnose.step import given_step
 from fxamp.diagnose.subject import Ran, Subject
-from fxamp.error.derivatives import Derivatives
+from fxamp.error.derivatives import Derivatives, keys_of
 from fxamp.error.estimate import estimated
 from passes.contract.errors import CaptureError, PolicyError
 from reports.zoo import BY_NAME
@@ -53,7 +53,7 @@ def test_what_nodes_add_to_the_error_of_gradients_is_the_whole(name: str) -> Non
     derived = Derivatives(subject, "O2")
     for policy in ("O1", "O2"):
         found = estimated(subject, (policy,), gradients="nodes")[policy]
-        variance = sum(derived.gradients(derived.sites(policy))) / 2  # of two batches
+        variance = sum(derived.gradients(map(keys_of, subject.rounding(policy)))) / 2  # of two batches
         assert (variance / len(found.parameters)) ** 0.5 == pytest.approx(found.per_parameter, rel=0.15)
         assert sum(node.gradient or 0 for node in found.nodes) == pytest.approx(1)
         assert sum(found.by("module", of="gradient").values()) == pytest.approx(1)
@@ -69,7 +69,7 @@ def test_what_nodes_add_is_relative_to_the_gradients_of_all_batches() -> None:
     subject = Subject(given_step(model, batches=[(x[0], y), (x[1], fitted)], loss=nn.functional.mse_loss))
     found = estimated(subject, ("O1",))["O1"]
     derived = Derivatives(subject, "O2")
-    variance = sum(derived.gradients(derived.sites("O1"))) / 2
+    variance = sum(derived.gradients(map(keys_of, subject.rounding("O1")))) / 2
     assert (variance / len(found.parameters)) ** 0.5 == pytest.approx(found.per_parameter, rel=0.3)
 
 
