@@ -6,13 +6,13 @@ After:  O1,dtype=fp16,ops.fc2/linear#0=fp32                  what came near FP16
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -25,6 +25,7 @@ from passes.contract.plan_format import LONGEST, strictly, write_text
 from passes.contract.policy import Policy
 
 from .errors import in_short
+from .results import Result
 
 LARGEST = float(torch.finfo(torch.float16).max)  # 65504
 ROOM = 8.0  # a value that was seen beyond this part of the largest number may overflow on another batch
@@ -61,7 +62,7 @@ class Range:
 
 
 @dataclass(frozen=True, repr=False)
-class Calibration:
+class Calibration(Result):
     """Measured ranges of values and gradients, by the keys of nodes.
 
     Attributes:
@@ -162,15 +163,18 @@ class Calibration:
         if missing:
             raise PlanError(_edited(f"{missing[0]!r}, which is to run in FP32, is not there"))
 
-    def to_json(self) -> str:
-        """Return everything as JSON.
+    @property
+    def policy(self) -> Policy:
+        """O1 in FP16 with what is too large for it in FP32, for `fxamp.convert`.
 
         Example:
-            >>> found = fxamp.calibrate(model, x, y, loss=nn.functional.cross_entropy)
-            >>> fxamp.Calibration.from_json(found.to_json()) == found
-            True
+            >>> str(fxamp.calibrate(model, x, y, loss=nn.functional.cross_entropy).policy)
+            'O1,dtype=fp16'
         """
-        return json.dumps({**asdict(self), "version": _VERSION}, indent=1, sort_keys=True) + "\n"
+        return self.applied(Policy("O1", dtype=torch.float16))
+
+    def _data(self) -> dict[str, Any]:
+        return {**asdict(self), "version": _VERSION}
 
     @classmethod
     def from_json(cls, text: str, *, name: str = "calibration") -> Calibration:
@@ -225,20 +229,30 @@ class Calibration:
             raise PlanError(f"cannot read the calibration {os.fspath(path)!r}: {error}; {_AGAIN}") from error
         return cls.from_json(text, name=os.fspath(path))
 
-    def __str__(self) -> str:
+    def _text(self, style: str) -> str:
         def size(key: str) -> float:
             held = self.values[key].largest
             return math.inf if held is None else held
 
-        rows = []
+        rows, large = [], set(self.large)
         for key in sorted(self.values, key=size, reverse=True)[:_SHOWN]:
             value, gradient = self.values[key], self.gradients.get(key)
             proved = "" if value.bound is None else f"{value.bound:.3g}"
             shown = ["", "", ""] if gradient is None else _cells(gradient)
-            rows.append([key, *_cells(value), proved, *shown, "FP32" if key in self.large else ""])
-        head = ["node", "largest", "% to 0", "% subnormal", "proved", "gradient", "% to 0", "% subnormal", "in FP16"]
+            rows.append([key, *_cells(value), proved, *shown, "FP32" if key in large else "FP16"])
+        head = [
+            "node",
+            "largest",
+            "% to 0",
+            "% subnormal",
+            "proved",
+            "gradient",
+            "its % to 0",
+            "its % subnormal",
+            "runs in",
+        ]
         more = f"\nand {len(self.values) - _SHOWN} more in .values" if len(self.values) > _SHOWN else ""
-        return f"{repr(self)[1:-1]}\n{tabulate(rows, head, 'simple', disable_numparse=True)}{more}"
+        return f"{repr(self)[1:-1]}\n{tabulate(rows, head, style, disable_numparse=True)}{more}"
 
     def __repr__(self) -> str:
         count = f"{len(self.values)} values, {self.batches} batches, {len(self.large)} nodes too large for FP16"

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from types import CodeType
@@ -17,15 +17,16 @@ from tabulate import tabulate
 from torch import nn
 
 from passes.contract.errors import PolicyError, VerificationError
-from passes.contract.policy import Policy
+from passes.contract.policy import Policy, dtype_name
+from passes.graph.values import LOW_DTYPES
 
 from .._torch import compiled_call, original_of
 from ..capture.graphs import runner_of
 from ..convert import converted_in
 from ..diagnose.step import converted_by, given_step, watched_graphs
-from ..harmless import as_text
 from ..observe.watch import Watch
 from ..observe.workload import Loss
+from ..results import Result
 from .differences import (
     Compiled,
     Difference,
@@ -39,10 +40,11 @@ from .rows import Row, ledgers_of, planned_rows, rows_of, where_of
 from .step import Scaling, Step, run, scaling_differences, scaling_of
 
 _SHOWN = 20  # differences in the text
+_LOW = tuple(map(dtype_name, LOW_DTYPES))
 
 
 @dataclass(frozen=True, repr=False)
-class Census:
+class Census(Result):
     """What ran in one step.
 
     Attributes:
@@ -106,19 +108,28 @@ class Census:
             )
         return not self.differences
 
-    def to_json(self) -> str:
-        """Return everything as JSON.
-
-        Example:
-            >>> sorted(__import__("json").loads(fxamp.census(model, x).to_json()))[:4]
-            ['casts', 'compiled', 'differences', 'name']
-        """
+    def _data(self) -> dict[str, Any]:
         casts = {"count": sum(r.casts for r in self.ran), "bytes": sum(r.cast_bytes for r in self.ran)}
         said = [{**asdict(d), "text": str(d)} for d in self.differences]
-        data = {**asdict(self), "differences": said, "casts": casts, "share": self.share, "version": 1}
-        return json.dumps(data, indent=1, sort_keys=True) + "\n"
+        return {**asdict(self), "differences": said, "casts": casts, "share": self.share}
 
-    def __str__(self) -> str:
+    def _low(self) -> str:
+        """Say how much ran in 16 bits, and what did not, the largest first."""
+        flops = Counter[str]()
+        for row in self.ran:
+            if row.product and row.dtype not in _LOW:
+                flops[row.where] += row.flops
+        whole = sum(row.flops for row in self.ran)
+        if not whole:
+            return "no product ran"
+        rest = [f"{where} {100 * n / whole:.1f} %" for where, n in flops.most_common(3)]
+        differ = {d.where for d in self.differences}
+        planned = "" if self.planned is None or differ & flops.keys() else ", as planned"
+        more = f" and {len(flops) - 3} more" if len(flops) > 3 else ""
+        why = f"; in FP32{planned}: {', '.join(rest)}{more}" if rest else ""
+        return f"{100 * (1 - sum(flops.values()) / whole):.1f} % of FLOPs in 16 bits{why}"
+
+    def _text(self, style: str) -> str:
         whole = sum(row.flops for row in self.ran)
         table = []
         for dtype in sorted({row.dtype for row in self.ran if not row.casts}):
@@ -127,12 +138,11 @@ class Census:
             products = sum(row.count for row in rows if row.product)
             others = sum(row.count for row in rows if not row.product)
             table.append((dtype, products, f"{flops / 1e9:.3g}", f"{100 * flops / (whole or 1):.1f}", others))
-        shown = tabulate(
-            table, ("dtype", "products", "GFLOP", "% of FLOPs", "other ops"), "plain", disable_numparse=True
-        )
+        shown = tabulate(table, ("dtype", "products", "GFLOP", "% of FLOPs", "other ops"), style, disable_numparse=True)
         casts = f"casts: {sum(r.casts for r in self.ran)}, {sum(r.cast_bytes for r in self.ran) / 1e6:.3g} MB"
         planned = "no plan" if self.share is None else f"as planned: {100 * self.share:.1f} % of FLOPs"
-        lines = [f"{self.name}{f', {self.policy}' if self.policy else ''}; {planned}", shown, casts]
+        head = f"{self.name}{f', {self.policy}' if self.policy else ''}: {self._low()}; {planned}"
+        lines = [head, *([""] if style == "pipe" else []), shown, *([""] if style == "pipe" else []), casts]
         if self.scaling.low_gradients:
             lines.append(f"loss scaling: {self.scaling}")
         lines += [f"note: {note}" for note in (*self.notes, *self.compiled)]
@@ -142,9 +152,8 @@ class Census:
             lines.append(f"  and {len(self.differences) - _SHOWN} more in .differences")
         return "\n".join(lines)
 
-    def _repr_html_(self) -> str:
-        """Show the text in a notebook."""
-        return as_text(str(self))
+    def __str__(self) -> str:
+        return self._text("plain")
 
     def __repr__(self) -> str:
         found = f"{len(self.differences)} differences" if self.differences else "no differences"

@@ -34,6 +34,8 @@ from ..error.measure import measured
 from ..error.report import Errors
 from ..measure.counts import laps, saved_bytes
 from ..observe.workload import Loss
+from ..results import Result
+from ..results import named as named_row
 from .tune import Search
 
 TUNED = "tuned"
@@ -76,7 +78,7 @@ class Option:
 
 
 @dataclass(frozen=True, repr=False)
-class Comparison:
+class Comparison(Result):
     """What each way to train costs and gives, and which to take.
 
     Attributes:
@@ -104,43 +106,24 @@ class Comparison:
         """Return one of the options.
 
         Raises:
-            KeyError: There is none of this name.
+            PolicyError: There is none of this name.
         """
-        return {option.name: option for option in self.options}[name]
+        return named_row({option.name: option for option in self.options}, name, "comparison")
 
-    def to_json(self) -> str:
-        """Return everything as JSON.
-
-        Example:
-            >>> found = fxamp.Comparison("Net", (), "FP32", "no option is faster")
-            >>> __import__("json").loads(found.to_json())["recommended"]
-            'FP32'
-        """
+    def _data(self) -> dict[str, Any]:
         data = asdict(replace(self, plan=None))
         data["plan"] = None if self.plan is None else json.loads(self.plan.to_json())
-        return json.dumps({**data, "version": 1}, indent=1, sort_keys=True) + "\n"
-
-    def to_markdown(self) -> str:
-        """Return the table and the advice as Markdown.
-
-        Example:
-            >>> fxamp.Comparison("Net", (), "FP32", "no option is faster").to_markdown().splitlines()[-1]
-            'Net: FP32: no option is faster'
-        """
-        return self._text("pipe")
-
-    def __str__(self) -> str:
-        return self._text("simple")
+        return data
 
     def __repr__(self) -> str:
         return f"<fxamp comparison for {self.name}: {self.recommended}; {self.reason}>"
 
     def _text(self, style: str) -> str:
         head = ["option", "ms a step", "casts", "MB cast", "MB saved", "loss error", "predicted", "gradient error",
-                "predicted", "skipped"]  # fmt: skip
+                "its prediction", "skipped"]  # fmt: skip
         rows = [
             [
-                o.name, f"{1e3 * o.seconds:.2f} ± {1e3 * o.spread:.2f}", o.casts, f"{o.cast_bytes / 1e6:.3g}",
+                o.name, _milliseconds(o), o.casts, f"{o.cast_bytes / 1e6:.3g}",
                 f"{o.saved_bytes / 1e6:.3g}", f"{o.loss:.2g}", _shown(o.predicted_loss), f"{o.gradient:.2g}",
                 _shown(o.predicted_gradient), o.skipped or "",
             ]
@@ -324,6 +307,12 @@ _MOST_SKIPPED = 16  # the scale is 1 then, and the next step would be skipped to
 def _noise(one: Option, other: Option) -> float:
     """Return the seconds by which two options differ without a difference."""
     return max(_EQUAL * min(one.seconds, other.seconds), math.hypot(one.spread, other.spread))
+
+
+def _milliseconds(option: Option) -> str:
+    """Write a time; that of FP32 has no spread, since the others are compared with it round by round."""
+    spread = "" if option.name == FP32 else f" ± {1e3 * option.spread:.2f}"
+    return f"{1e3 * option.seconds:.2f}{spread}"
 
 
 def _ratio(one: Option, other: Option) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -12,10 +11,9 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
-from passes._torch import pytree
-from passes.contract.errors import PolicyError
-from passes.contract.policy import nearest
+from passes.contract.policy import Policy
 
+from ..results import Result, named
 from .rounding import blocks
 
 _SHOWN = 5  # nodes of a policy in the text
@@ -104,7 +102,7 @@ class Errors:
 
 
 @dataclass(frozen=True, repr=False)
-class ErrorReport:
+class ErrorReport(Result):
     """The errors of a model under several policies.
 
     Attributes:
@@ -140,12 +138,25 @@ class ErrorReport:
         Raises:
             PolicyError: The report has no such policy.
         """
-        found = {errors.policy: errors for errors in self.policies}
-        if policy not in found:
-            raise PolicyError(
-                f"the report has no policy {policy!r}{nearest(policy, found)}; it has {', '.join(found)}."
-            )
-        return found[policy]
+        return named({errors.policy: errors for errors in self.policies}, policy, "report")
+
+    @property
+    def policy(self) -> Policy | None:
+        """The policy that rounds most with an error per parameter of at most twice autocast's.
+
+        Where autocast is none of the rows it is the smallest error; None if no policy is among them.
+
+        Example:
+            >>> found = fxamp.measure_error(model, x, y, loss=nn.functional.cross_entropy, policies=("autocast", "O1"))
+            >>> found.policy.level.value
+            'O1'
+        """
+        rows = [e for e in self.policies if e.policy != "FP32" and math.isfinite(e.per_parameter)]
+        beside = [e.per_parameter for e in rows if e.policy.startswith("autocast")]
+        limit = 2 * min(beside or [e.per_parameter for e in rows], default=0.0)
+        near = [e.policy for e in rows if e.per_parameter <= limit and not e.policy.startswith("autocast")]
+        found = [Policy.of(name.partition(" by a plan")[0]) for name in near]
+        return max(found, key=lambda policy: policy.level.value, default=None)
 
     def beyond(self, tolerance: float) -> tuple[str, ...]:
         """Return the policies whose error per parameter is above a tolerance, or is not a number.
@@ -156,32 +167,11 @@ class ErrorReport:
         """
         return tuple(e.policy for e in self.policies if e.policy != "FP32" and not e.per_parameter <= tolerance)
 
-    def to_json(self) -> str:
-        """Return everything as JSON; a number that is not finite is null.
-
-        Example:
-            >>> found = fxamp.measure_error(model, x, y, loss=nn.functional.cross_entropy, policies="O1")
-            >>> __import__("json").loads(found.to_json())["reference"]
-            'float64'
-        """
+    def _data(self) -> dict[str, Any]:
         data = asdict(self)
         for row, errors in zip(data["policies"], self.policies, strict=True):
             row["flagged"] = errors.flagged
-        data = pytree.tree_map(lambda v: None if isinstance(v, float) and not math.isfinite(v) else v, data)
-        return json.dumps({**data, "version": 1}, indent=1, sort_keys=True) + "\n"
-
-    def to_markdown(self) -> str:
-        """Return the report as Markdown.
-
-        Example:
-            >>> found = fxamp.estimate_error(model, x, y, loss=nn.functional.cross_entropy, policies="O1")
-            >>> found.to_markdown().splitlines()[2][:19]
-            '| policy   | loss  '
-        """
-        return self._text("pipe")
-
-    def __str__(self) -> str:
-        return self._text("simple")
+        return data
 
     def __repr__(self) -> str:
         kind = "measured" if self.measured else "predicted"
@@ -195,20 +185,28 @@ class ErrorReport:
             f"within {self.floor:.1g}."
         )
         columns = ("policy", "loss", "increase", "gradient", "per parameter", "noisy", "casts", "MB cast")
-        rows = [
-            (e.policy, _number(e.loss, self.floor), _number(e.increase), _number(e.gradient), _number(e.per_parameter),
-             len(e.flagged), e.casts, None if e.cast_bytes is None else f"{e.cast_bytes / 1e6:.2f}")
-            for e in self.policies
-        ]  # fmt: skip
-        parts = [head, tabulate(rows, columns, style, disable_numparse=True, missingval="")]
-        parts += [self._nodes(e, style) for e in {e.nodes: e for e in self.policies if e.nodes}.values()]
+        rows: dict[tuple[Any, ...], list[str]] = {}  # what policies that round the same have in common
+        for e in self.policies:
+            cast = None if e.cast_bytes is None else f"{e.cast_bytes / 1e6:.2f}"
+            numbers = (_number(e.loss, self.floor), *map(_number, (e.increase, e.gradient, e.per_parameter)))
+            cells = (*numbers, len(e.flagged), e.casts, cast)
+            rows.setdefault(cells, []).append(e.policy)
+        table = [(", ".join(names), *cells) for cells, names in rows.items()]
+        filled = [at for at in range(len(columns)) if any(row[at] is not None for row in table)]
+        head_row, table = [columns[at] for at in filled], [tuple(row[at] for at in filled) for row in table]
+        parts = [head, tabulate(table, head_row, style, disable_numparse=True, missingval="")]
+        shared: dict[tuple[NodeError, ...], list[Errors]] = {}
+        for e in self.policies:
+            if e.nodes:
+                shared.setdefault(e.nodes, []).append(e)
+        parts += [self._nodes(", ".join(e.policy for e in alike), alike[0], style) for alike in shared.values()]
         if self.dead:
             parts.append(f"{len(self.dead)} parameters have no gradient but rounding: {_some(self.dead)}.")
         return "\n\n".join([*parts, *self.notes]) + "\n"
 
-    def _nodes(self, errors: Errors, style: str) -> str:
+    def _nodes(self, names: str, errors: Errors, style: str) -> str:
         asked = errors.nodes[0].gradient is not None
-        head = (f"{errors.policy}: of the loss", *("of gradients",) * asked, "node", "what", "line")
+        head = (f"{names}: of the loss", *("of gradients",) * asked, "node", "what", "line")
         rows = [
             (f"{n.share:.0%}", *(f"{n.gradient or 0:.0%}",) * asked, n.key, n.what, n.line.partition(": ")[0])
             for n in errors.nodes[:_SHOWN]

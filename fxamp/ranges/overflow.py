@@ -16,7 +16,7 @@ import functools
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ from ..observe.snapshot import outside_of_regions
 from ..observe.tensors import dense
 from ..observe.watch import Part, Place, Ran, Watch, floats_in, gives_view
 from ..observe.workload import Loss
+from ..results import Result
 
 _RUNS = 6  # of the step, to find a cure
 _GIVEN = ("cast", "as_autocast")  # kinds of decisions that no override changes
@@ -69,8 +70,8 @@ class Operand:
         return f"{self.dtype}{list(self.shape)} in [{self.least:.3g}, {self.largest:.3g}]"
 
 
-@dataclass(frozen=True)
-class Overflow:
+@dataclass(frozen=True, repr=False)
+class Overflow(Result):
     """The op that first made a value that is not finite, and from there the loss or a gradient is not.
 
     Attributes:
@@ -109,7 +110,7 @@ class Overflow:
     why: str = ""
     what: str = ""
 
-    def __str__(self) -> str:
+    def _text(self, style: str) -> str:
         op = f"the cast of {self.what}" if self.what else self.op
         made = f"{op} makes {self.kind} in {self.dtype}" if self.op else f"{self.kind} from the start"
         line = f" ({self.source})" if self.source and self.source.partition(": ")[0] != self.where else ""
@@ -121,7 +122,12 @@ class Overflow:
             lines.append(f"  {len(self.fp32)} nodes in FP32 cure it: {', '.join(self.fp32[:8])}")
         if not self.fp32 and not self.largest_scale:
             lines.append(f"  no cure was found: {self.why}")
-        return "\n".join(lines)
+        mark = "- " if style == "pipe" else "  "
+        return "\n".join([lines[0], *(f"{mark}{line.strip()}" for line in lines[1:])])
+
+    def _data(self) -> dict[str, Any]:
+        policy = None if self.policy is None else str(self.policy)
+        return {**asdict(replace(self, policy=None)), "policy": policy, "text": str(self)}
 
     def __repr__(self) -> str:
         phase = "backward" if self.backward else "forward"

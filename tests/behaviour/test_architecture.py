@@ -43,7 +43,8 @@ ARROWS = {
     "fxamp.guard": "",
     "fxamp.module": "passes.contract",
     "fxamp.harmless": "",
-    "fxamp.calibration": ".errors passes.contract",
+    "fxamp.results": ".harmless passes._torch passes.contract",
+    "fxamp.calibration": ".errors .results passes.contract",
     "fxamp.target": "passes.contract",
     "fxamp.observe": "._torch .errors passes passes._torch passes.contract passes.graph passes.ops passes.runtime",
     "fxamp.capture": (
@@ -58,15 +59,14 @@ ARROWS = {
     "fxamp.convert": "._torch .calibration .capture .errors .measure .observe .view passes.contract",
     "fxamp.diagnose": "._torch .capture .convert .errors .measure .observe passes._torch passes.contract",
     "fxamp.census": (
-        "._torch .capture .convert .diagnose .harmless .observe passes.contract passes.graph passes.ops "
-        "passes.runtime"
+        "._torch .capture .convert .diagnose .observe .results passes.contract passes.graph passes.ops passes.runtime"
     ),
-    "fxamp.error": ".diagnose .observe passes._torch passes.contract passes.graph passes.ops",
+    "fxamp.error": ".diagnose .observe .results passes.contract passes.graph passes.ops",
     "fxamp.ranges": (
-        "._torch .calibration .capture .census .convert .diagnose .observe passes._torch passes.contract "
+        "._torch .calibration .capture .census .convert .diagnose .observe .results passes._torch passes.contract "
         "passes.graph passes.ops"
     ),
-    "fxamp.choose": ".convert .diagnose .error .errors .measure .observe passes passes.contract passes.graph",
+    "fxamp.choose": ".convert .diagnose .error .errors .measure .observe .results passes passes.contract passes.graph",
     "fxamp.train.ranks": "._torch .view passes.contract",
     "fxamp.train": (
         "._torch .capture .census .diagnose .errors .measure .observe .ranges .train.ranks .view passes._torch "

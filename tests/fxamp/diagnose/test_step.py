@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -261,3 +262,51 @@ def test_a_name_of_before_warns_of_the_new_one(before: str, now: str) -> None:
     more = {"metric": lambda view: 0.0, "bound": 1.0} if before == "bisect" else {}
     with pytest.warns(DeprecationWarning, match=f"fxamp.{now}"):
         getattr(fxamp, before)(net(), X, Y, loss=CE, **more)
+
+
+# What all results have.
+
+
+def test_every_result_says_what_to_do_and_is_json_markdown_and_shown_in_a_notebook() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    with torch.no_grad():
+        model[0].weight.mul_(1e6)
+    found = {
+        "census": fxamp.census(net(), X, Y, loss=CE, policies="O1,dtype=bf16"),
+        "estimate": fxamp.estimate_error(net(), X, Y, loss=CE),
+        "measure": fxamp.measure_error(net(), X, Y, loss=CE),
+        "calibrate": fxamp.calibrate(net(), X, Y, loss=CE),
+        "overflow": fxamp.find_overflow(model, X, Y, loss=CE, policies="O1,dtype=fp16"),
+        "compare": fxamp.compare(net(), X, Y, loss=CE, policies=("O1", "O2")),
+    }  # fmt: skip
+    for name, result in found.items():
+        made: Any = result
+        assert json.loads(made.to_json())["version"], name
+        assert made._repr_html_().startswith("<pre"), name
+        assert made.to_markdown().count("\n") >= str(made).count("\n") - 2, name
+        assert hasattr(made, "policy") or hasattr(made, "plan"), name
+    for name in ("estimate", "measure", "compare"):
+        with pytest.raises(PolicyError, match=r"has no 'O7'; it has .*O1"):
+            found[name]["O7"]  # type: ignore[index]
+    overflow: Any = found["overflow"]
+    assert fxamp.find_overflow(model, X, Y, loss=CE, policies=overflow.policy) is None
+    errors: Any = found["measure"]
+    assert fxamp.convert(net(), (X,), policy=errors.policy)(X).isfinite().all()
+    rows: Any = found["compare"]
+    assert [option.name for option in rows.options] == ["FP32", "autocast", "O1", "O2"]
+
+
+def test_tables_have_no_empty_column_and_policies_that_round_the_same_are_one_row() -> None:
+    estimated = str(fxamp.estimate_error(net(), X, Y, loss=CE))
+    measured = str(fxamp.measure_error(net(), X, Y, loss=CE))
+    assert "casts" not in estimated
+    assert "increase" not in measured
+    assert "autocast, O1, O2, O3" in estimated
+    assert "autocast, O1, O2, O3: of the loss" in estimated
+
+
+def test_a_census_says_first_how_much_ran_in_16_bits_and_what_did_not() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    found = fxamp.census(model, X, Y, loss=CE, policies="O1,dtype=bf16,modules.1=fp32")
+    first = str(found).splitlines()[0]
+    assert "57.1 % of FLOPs in 16 bits; in FP32, as planned: 1/linear#0 42.9 %" in first  # 128 of 224 products
