@@ -43,13 +43,27 @@ if TYPE_CHECKING:
     from .calibration import Calibration as Calibration
     from .capture.backend import Backend as Backend
     from .capture.backend import backend as backend
+    from .census.census import Census as Census
+    from .census.census import census as census
+    from .choose.compare import Comparison as Comparison
+    from .choose.compare import compare as compare
+    from .choose.renamed import advise as advise
+    from .choose.renamed import bisect as bisect
+    from .choose.renamed import verify as verify
+    from .choose.tune import tune as tune
     from .convert import compile as compile
     from .convert import convert as convert
     from .convert import graphs as graphs
     from .convert import plan as plan
     from .convert import plan_of as plan_of
+    from .error.estimate import estimate_error as estimate_error
+    from .error.measure import measure_error as measure_error
+    from .error.report import ErrorReport as ErrorReport
     from .errors import NotAModuleError as NotAModuleError
     from .errors import ScaleCollapseError as ScaleCollapseError
+    from .ranges.calibrate import calibrate as calibrate
+    from .ranges.overflow import Overflow as Overflow
+    from .ranges.overflow import find_overflow as find_overflow
     from .report.diff.diff import GraphDiff as GraphDiff
     from .report.diff.diff import diff as diff
     from .report.report import Report as Report
@@ -59,18 +73,6 @@ if TYPE_CHECKING:
     from .train.sharded_checkpoint import load_checkpoint as load_checkpoint
     from .train.sharded_checkpoint import save_checkpoint as save_checkpoint
     from .train.step import TrainStep as TrainStep
-    from .trust.census.census import Census as Census
-    from .trust.census.census import census as census
-    from .trust.choice.advise import Advice as Advice
-    from .trust.choice.advise import advise as advise
-    from .trust.choice.bisect import bisect as bisect
-    from .trust.error.estimate import estimate_error as estimate_error
-    from .trust.error.report import ErrorReport as ErrorReport
-    from .trust.error.tune import tune as tune
-    from .trust.error.verify import verify as verify
-    from .trust.ranges.calibrate import calibrate as calibrate
-    from .trust.ranges.overflow import Overflow as Overflow
-    from .trust.ranges.overflow import find_overflow as find_overflow
     from .view.frozen import cast_once as cast_once
     from .view.frozen import frozen as frozen
 
@@ -93,15 +95,15 @@ _FOUND_IN = {
     "fxamp.train.scaler": ("LossScaler",),
     "fxamp.train.sharded_checkpoint": ("load_checkpoint", "save_checkpoint"),
     "fxamp.train.step": ("TrainStep",),
-    "fxamp.trust.census.census": ("Census", "census"),
-    "fxamp.trust.choice.advise": ("Advice", "advise"),
-    "fxamp.trust.choice.bisect": ("bisect",),
-    "fxamp.trust.error.estimate": ("estimate_error",),
-    "fxamp.trust.error.report": ("ErrorReport",),
-    "fxamp.trust.error.tune": ("tune",),
-    "fxamp.trust.error.verify": ("verify",),
-    "fxamp.trust.ranges.calibrate": ("calibrate",),
-    "fxamp.trust.ranges.overflow": ("Overflow", "find_overflow"),
+    "fxamp.census.census": ("Census", "census"),
+    "fxamp.choose.compare": ("Comparison", "compare"),
+    "fxamp.choose.renamed": ("advise", "bisect", "verify"),
+    "fxamp.choose.tune": ("tune",),
+    "fxamp.error.estimate": ("estimate_error",),
+    "fxamp.error.measure": ("measure_error",),
+    "fxamp.error.report": ("ErrorReport",),
+    "fxamp.ranges.calibrate": ("calibrate",),
+    "fxamp.ranges.overflow": ("Overflow", "find_overflow"),
     "fxamp.view.frozen": ("cast_once", "frozen"),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _FOUND_IN.items() for name in names}

@@ -6,14 +6,13 @@ After:  O1,dtype=fp16,ops.fc2/linear#0=fp32                  what came near FP16
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import msgspec
 import torch
@@ -27,11 +26,12 @@ from passes.contract.policy import Policy
 from passes.contract.public import public
 
 from .errors import in_short
+from .results import Result
 
 LARGEST = float(torch.finfo(torch.float16).max)  # 65504
 ROOM = 8.0  # a value that was seen beyond this part of the largest number may overflow on another batch
 _SHOWN = 10
-_VERSION = 3  # of the file; 3 has checksums in which the order of a parameter's numbers counts
+_VERSION = 4  # of the file; 4 has what tells the code
 _AGAIN = "calibrate again"
 
 
@@ -64,7 +64,7 @@ class Range:
 
 @public
 @dataclass(frozen=True, repr=False)
-class Calibration:
+class Calibration(Result):
     """Measured ranges of values and gradients, by the keys of nodes.
 
     Attributes:
@@ -74,6 +74,8 @@ class Calibration:
         batches: How many batches were run.
         scale: The loss scale that `zero` and `subnormal` of gradients count with.
         parameters: The checksum of each parameter by its name.
+        numbers: The numbers that a node computes with, where it does; with `readers` they tell the code.
+        training: The model was in train mode.
 
     Example:
         >>> found = fxamp.calibrate(model, x, y, loss=nn.functional.cross_entropy)
@@ -87,6 +89,8 @@ class Calibration:
     batches: int
     scale: float
     parameters: Mapping[str, int]
+    numbers: Mapping[str, str]
+    training: bool
 
     @property
     def large(self) -> tuple[str, ...]:
@@ -131,15 +135,48 @@ class Calibration:
             if now[name] != self.parameters[name]:
                 raise PlanError(f"the calibration is stale: '{name}' has changed since. {_AGAIN.capitalize()}.")
 
-    def to_json(self) -> str:
-        """Return everything as JSON.
+    def refuse_edited(self, wiring: Mapping[str, tuple[tuple[str, ...], str]], *, whole: bool) -> None:
+        """Refuse a graph whose code is not that which was calibrated: the names of nodes may be those of others.
+
+        Args:
+            wiring: Of each node, by key, the keys of its readers, and the numbers that it computes with.
+            whole: It is all of the model, in which each node that is to run in FP32 has to be.
+
+        Raises:
+            PlanError: A node of the same name is another one, or one that is to run in FP32 is not there.
 
         Example:
             >>> found = fxamp.calibrate(model, x, y, loss=nn.functional.cross_entropy)
-            >>> fxamp.Calibration.from_json(found.to_json()) == found
-            True
+            >>> found.refuse_edited({"1/relu#0": (("2/linear#0",), "")}, whole=False)
         """
-        return json.dumps({**asdict(self), "version": _VERSION}, indent=1, sort_keys=True) + "\n"
+        for key, (readers, numbers) in wiring.items():
+            if key not in self.readers:
+                continue
+            # What another level splits, as a loss, is in one of the two alone.
+            before = [r for r in self.readers[key] if r in wiring]
+            now = [r for r in readers if r in self.readers]
+            if before != now:
+                was, now_by = _listed(self.readers[key]), _listed(readers)
+                raise PlanError(_edited(f"{key!r} was read by {was}, and now by {now_by}"))
+            if numbers != self.numbers.get(key, ""):
+                known = self.numbers.get(key, "no number")
+                raise PlanError(_edited(f"{key!r} computed with {known}, and computes with {numbers or 'none'}"))
+        missing = [key for key in self.large if key not in wiring] if whole else []
+        if missing:
+            raise PlanError(_edited(f"{missing[0]!r}, which is to run in FP32, is not there"))
+
+    @property
+    def policy(self) -> Policy:
+        """O1 in FP16 with what is too large for it in FP32, for `fxamp.convert`.
+
+        Example:
+            >>> str(fxamp.calibrate(model, x, y, loss=nn.functional.cross_entropy).policy)
+            'O1,dtype=fp16'
+        """
+        return self.applied(Policy("O1", dtype=torch.float16))
+
+    def _data(self) -> dict[str, Any]:
+        return {**asdict(self), "version": _VERSION}
 
     @classmethod
     def from_json(cls, text: str, *, name: str = "calibration") -> Calibration:
@@ -195,24 +232,42 @@ class Calibration:
             raise PlanError(f"cannot read the calibration {os.fspath(path)!r}: {error}; {_AGAIN}") from error
         return cls.from_json(text, name=os.fspath(path))
 
-    def __str__(self) -> str:
+    def _text(self, style: str) -> str:
         def size(key: str) -> float:
             held = self.values[key].largest
             return math.inf if held is None else held
 
-        rows = []
+        rows, large = [], set(self.large)
         for key in sorted(self.values, key=size, reverse=True)[:_SHOWN]:
             value, gradient = self.values[key], self.gradients.get(key)
             proved = "" if value.bound is None else f"{value.bound:.3g}"
             shown = ["", "", ""] if gradient is None else _cells(gradient)
-            rows.append([key, *_cells(value), proved, *shown, "FP32" if key in self.large else ""])
-        head = ["node", "largest", "% to 0", "% subnormal", "proved", "gradient", "% to 0", "% subnormal", "in FP16"]
+            rows.append([key, *_cells(value), proved, *shown, "FP32" if key in large else "FP16"])
+        head = [
+            "node",
+            "largest",
+            "% to 0",
+            "% subnormal",
+            "proved",
+            "gradient",
+            "its % to 0",
+            "its % subnormal",
+            "runs in",
+        ]
         more = f"\nand {len(self.values) - _SHOWN} more in .values" if len(self.values) > _SHOWN else ""
-        return f"{repr(self)[1:-1]}\n{tabulate(rows, head, 'simple', disable_numparse=True)}{more}"
+        return f"{repr(self)[1:-1]}\n{tabulate(rows, head, style, disable_numparse=True)}{more}"
 
     def __repr__(self) -> str:
         count = f"{len(self.values)} values, {self.batches} batches, {len(self.large)} nodes too large for FP16"
         return f"<fxamp calibration: {count}>"
+
+
+def _edited(what: str) -> str:
+    return f"the calibration is of other code, or for another policy: {what}. {_AGAIN.capitalize()}, by this policy."
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(map(repr, names[:3])) or "nothing"
 
 
 def _cells(held: Range) -> list[str]:

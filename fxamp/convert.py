@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from ._torch import original_of
 from .calibration import Calibration
 from .capture.backend import Inner, refuse_unmatched, require_inner, split
 from .capture.emitted import record_on
+from .capture.graph import Graph
 from .capture.graphs import graphs_of as graphs_in_place
 from .capture.graphs import is_compiled, together
 from .capture.graphs import plan_of as plan_in_place
@@ -28,6 +30,7 @@ from .capture.parameters import only_read
 from .capture.user_graph import convert_graph, store_low
 from .errors import NotAModuleError, names_arguments
 from .measure.fastest import fastest_plan, measured_costs
+from .observe.places import wiring
 from .view.capture import capture as capture_view
 from .view.capture import capture_states
 from .view.graphs import graphs_of
@@ -135,8 +138,9 @@ def convert(
         "on_change": on_change, "methods": methods,
     }  # fmt: skip
     inputs = as_inputs(args, kwargs)
-    if calibration is not None:
-        asked = _calibrated(model, inputs, asked, replayed, calibration)
+    found = None if calibration is None else _calibration(model, replayed, calibration)
+    if found is not None:
+        asked = _calibrated(model, inputs, asked, found)
     if isinstance(model, (GraphModule, ExportedProgram)):
         return _graph(model, inputs, asked, replayed, weights, given)
     if weights != "fp32":
@@ -144,7 +148,10 @@ def convert(
             "weights='low' is for graphs: export the model, convert the ExportedProgram, and save that. To cast the "
             "weights of a view once for inference, use fxamp.frozen(view)."
         )
-    return _view(model, inputs, asked, replayed, check, given)
+    view = _view(model, inputs, asked, replayed, check, given)
+    if found is not None and inputs is None:
+        runner_of(view).graphs.ensure = functools.partial(_refuse_edited, found)
+    return view
 
 
 def compile(model: nn.Module, args: Any = None, kwargs: Any = None, *, backend: Inner = "inductor", **more: Any) -> Any:
@@ -178,20 +185,39 @@ def _path(value: Any, what: str) -> str | os.PathLike[str]:
     raise PlanError(f"{what}= is a {what}, or the path of one that was saved, not {type(value).__name__}.")
 
 
-def _calibrated(
-    model: Any, inputs: Inputs | None, policy: Policy, replayed: Plan | None,
-    calibration: Calibration | str | os.PathLike[str],
-) -> Policy:  # fmt: skip
-    """Return a policy that runs in FP32 what is too large for FP16."""
+def _calibration(model: Any, replayed: Plan | None, calibration: Calibration | str | os.PathLike[str]) -> Calibration:
+    """Return a calibration of the parameters that a model has."""
     if replayed is not None:
         raise PolicyError("a plan says what runs in FP32 already: give convert a plan or a calibration, not both.")
     found = calibration if isinstance(calibration, Calibration) else Calibration.load(_path(calibration, "calibration"))
     if isinstance(model, nn.Module):
         found.refuse_stale(model)
+    return found
+
+
+def _calibrated(model: Any, inputs: Inputs | None, policy: Policy, found: Calibration) -> Policy:
+    """Return a policy that runs in FP32 what is too large for FP16, of the code that was calibrated."""
     settled = resolve(policy, model.module() if isinstance(model, ExportedProgram) else model, inputs)
-    if found.applied(settled) == settled or inputs is None:
+    if inputs is None or settled.dtype is not torch.float16 or not settled.level.rounds:
         return found.applied(settled)
-    return found.applied(settled, plan_of(to_read(model, *inputs, policy)))
+    read = to_read(model, *inputs, policy)
+    if isinstance(model, (GraphModule, ExportedProgram)):
+        found.refuse_edited(wiring(read.graph), whole=True)
+    else:
+        of_state = [g for g in runner_of(read).graphs if _is_calibrated(g, found)]
+        found.refuse_edited({k: v for g in of_state for k, v in wiring(g.emitted.graph).items()}, whole=True)
+    return found.applied(settled, plan_of(read))
+
+
+def _is_calibrated(graph: Graph, found: Calibration) -> bool:
+    """Say whether a graph was captured in the state of the model that was calibrated."""
+    return (graph.state.training, graph.state.grad) == (found.training, "grad")
+
+
+def _refuse_edited(found: Calibration, graph: Graph, whole: bool) -> None:
+    """Refuse a graph of a view that is captured at its first call, if its code is not that which was calibrated."""
+    if _is_calibrated(graph, found) and graph.plan.policy.dtype is torch.float16:
+        found.refuse_edited(wiring(graph.emitted.graph), whole=whole)
 
 
 def _graph(

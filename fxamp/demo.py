@@ -23,6 +23,7 @@ from passes.contract.errors import FxampError
 from passes.contract.plan_format import write_text
 from passes.contract.policy import Policy
 
+from .census.census import census
 from .convert import convert, to_read
 from .measure.counts import StepCounts, window_counts
 from .report.gate.gate import check
@@ -30,7 +31,6 @@ from .report.gate.outcomes import to_text
 from .report.reader import with_totals
 from .report.report import report
 from .train.step import TrainStep
-from .trust.census.census import census
 
 BATCH, WINDOW = 32, 4  # images in a micro-batch, and micro-batches in a step
 POLICY = "O1,dtype=bf16"

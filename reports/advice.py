@@ -1,4 +1,4 @@
-"""Is the advice of `fxamp.advise` still right an hour later? `python reports/advice.py` writes `advice.md` and `.json`.
+"""Is the advice of `fxamp.compare` still right an hour later? `reports/advice.py` writes `advice.md` and `.json`.
 
 A first process asks for advice. A second one times all options again, in turns, for longer. The regret is how much
 longer the advised option takes than the fastest one that the advice allows (an error of at most twice autocast's, or
@@ -59,7 +59,7 @@ def given(name: str) -> tuple[nn.Module, Any, Any]:
 def advised(name: str) -> Row:
     """Ask for advice; return it as data."""
     model, inputs, loss = given(name)
-    found: Row = json.loads(fxamp.advise(model, inputs, loss=loss, dtype="bf16").to_json())
+    found: Row = json.loads(fxamp.compare(model, inputs, loss=loss, dtype="bf16").to_json())
     return found
 
 
@@ -121,7 +121,7 @@ def to_markdown(rows: Sequence[Row]) -> str:
     [(usual, count)] = Counter(r["advice"] for r in rows).most_common(1)
     return (
         "# Advice, measured again\n\n"
-        "Written by `python reports/advice.py`. `fxamp.advise` recommended one of FP32, autocast, O1, O2, O3 and a "
+        "Written by `python reports/advice.py`. `fxamp.compare` recommended one of FP32, autocast, O1, O2, O3 and a "
         "tuned plan in BF16; then another process timed a forward and backward of each in turns. The regret is what "
         "the recommended option takes longer than the fastest allowed one.\n\n"
         f"{tabulate(cells, head, 'pipe', disable_numparse=True)}\n\n"

@@ -1,4 +1,4 @@
-"""Compare what `fxamp.estimate_error` predicts with what `fxamp.verify` measures, and judge the plans of `fxamp.tune`.
+"""Compare what `fxamp.estimate_error` predicts with what is measured, and judge the plans of `fxamp.tune`.
 
     python reports/error.py                    # as many models as fit the minutes, in the order of a seed
     python reports/error.py --minutes 60       # more of them: what `error.json` holds already is kept
@@ -38,14 +38,14 @@ sys.path.insert(0, str(HERE.parent))
 
 import fxamp  # noqa: E402
 from fxamp.calibration import ROOM  # noqa: E402
+from fxamp.diagnose.subject import POLICIES, Subject  # noqa: E402
+from fxamp.error.derivatives import Derivatives, keys_of  # noqa: E402
+from fxamp.error.estimate import estimated  # noqa: E402
+from fxamp.error.measure import measured  # noqa: E402
+from fxamp.error.report import ErrorReport, Tally, squared  # noqa: E402
+from fxamp.error.rounding import rounded  # noqa: E402
+from fxamp.observe.emulation import Site  # noqa: E402
 from fxamp.observe.workload import floats, given_step  # noqa: E402
-from fxamp.trust.error.derivatives import Derivatives  # noqa: E402
-from fxamp.trust.error.emulation import Site  # noqa: E402
-from fxamp.trust.error.estimate import estimated  # noqa: E402
-from fxamp.trust.error.report import ErrorReport, Tally, squared  # noqa: E402
-from fxamp.trust.error.rounding import rounded  # noqa: E402
-from fxamp.trust.error.runs import POLICIES, Subject  # noqa: E402
-from fxamp.trust.error.verify import measured  # noqa: E402
 from reports.architectures import BY_NAME as ARCHITECTURES  # noqa: E402
 from reports.made import made, sentence  # noqa: E402
 from reports.plot import scatter  # noqa: E402
@@ -149,11 +149,11 @@ def tuned(name: str, times: float | None) -> Row:
     model, loss, batch = given(name)
     seen, others = (_pairs(batch(at + i) for i in range(n)) for at, n in ((0, TUNED_ON), (TUNED_ON, UNSEEN)))
     policies = ("autocast,dtype=bf16", "O1,dtype=bf16")
-    found = fxamp.verify(model, batches=others, loss=loss, policies=policies)
+    found = fxamp.measure_error(model, batches=others, loss=loss, policies=policies)
     autocast, o1 = (found[p] for p in policies)
-    near = fxamp.verify(model, batches=seen, loss=loss, policies=policies[0])[policies[0]].per_parameter
+    near = fxamp.measure_error(model, batches=seen, loss=loss, policies=policies[0])[policies[0]].per_parameter
     tolerance: Any = 0.02 if times is None else "autocast" if times == 1 else near * times
-    kept = fxamp.verify(model, batches=others[:1], loss=loss, policies="O1,dtype=bf16,output_dtype=autocast")
+    kept = fxamp.measure_error(model, batches=others[:1], loss=loss, policies="O1,dtype=bf16,output_dtype=autocast")
     row: Row = {"model": name, "times": times, "autocast": _costs(autocast), "o1": _costs(o1, kept)}
     started = time.perf_counter()
     try:
@@ -161,9 +161,9 @@ def tuned(name: str, times: float | None) -> Row:
     except fxamp.PolicyError as error:
         return {**row, "refused": str(error)}
     seconds = time.perf_counter() - started
-    errors = fxamp.verify(fxamp.convert(model, plan=plan, check=False), batches=others, loss=loss).policies[1]
+    errors = fxamp.measure_error(fxamp.convert(model, plan=plan, check=False), batches=others, loss=loss).policies[1]
     low = replace(plan, policy=replace(plan.policy, output_dtype="autocast"))
-    kept = fxamp.verify(fxamp.convert(model, plan=low, check=False), batches=others[:1], loss=loss)
+    kept = fxamp.measure_error(fxamp.convert(model, plan=low, check=False), batches=others[:1], loss=loss)
     return {**row, "tuned": _costs(errors, kept), "level": str(plan.policy)[:2],
             "tolerance": plan.certificate["tolerance"], "certified": plan.certificate["measured"],
             "seconds": round(seconds, 1)}  # fmt: skip
@@ -177,7 +177,7 @@ def attributed(name: str) -> list[Row]:
     for level in LEVELS:
         policy = f"{level},dtype=bf16"
         whole = estimated(subject, (policy,))[policy]
-        mean = sum(derived.gradients(derived.sites(policy))) / (ATTRIBUTED * len(whole.parameters))
+        mean = sum(derived.gradients(map(keys_of, subject.rounding(policy)))) / (ATTRIBUTED * len(whole.parameters))
         rows.append({"model": name, "level": level, "sum": mean**0.5, "whole": whole.per_parameter})
     return rows
 

@@ -38,7 +38,7 @@ SETTING = re.compile(
     r"view|graph|ahead|first call|bf16|fp16|torch\.bfloat16|torch\.float16|O[1-3](,(dtype|device)=\w+)*"
 )
 SLOW = re.compile(
-    r"/(ranks|integrations|trust|gate|cli)/"
+    r"/(ranks|integrations|diagnose|census|error|ranges|choose|gate|cli)/"
     r"|/(test_ranks|test_ecosystem|test_browser|test_demo|test_emitted_optimum|test_fastest|test_gpu|test_reports|test_trial)\.py"
 )
 OF_ZOO = re.compile(rf"/report/(page/|test_graphs|test_record)|::.*[\[-]({'|'.join(BY_NAME)})[\]-]")

@@ -46,7 +46,7 @@ from .graph import Described, Graph, attribute_of, break_of, copied, graphs_in, 
 from .graphs import compiled_in_place
 from .inputs import first_device
 from .outputs import note_leaving, own_values
-from .parameters import opaque_parameters, refuse_low_parameters
+from .parameters import of_eight_bits, opaque_parameters, refuse_low_parameters
 from .run import GraphCall, Kept
 from .scope import Scope, is_gathered, is_training, scope
 from .state import TRAINED, state_of
@@ -285,7 +285,11 @@ def rewrite(
     places = gm.graph.find_nodes(op="placeholder")  # torch may put the switch of a region before them
     known = inputs_of(gm, inputs, {} if found is None else found.names)
     named = [(given.path, v) for given, v in zip(known, inputs, strict=True)]
-    notes = (*refuse_low_parameters(named, is_training(), is_gathered, lowered), *opaque_parameters(named))
+    notes = (
+        *refuse_low_parameters(named, is_training(), is_gathered, lowered),
+        *opaque_parameters(named),
+        *of_eight_bits(found, policy),
+    )
     values = [v for given, v in zip(known, inputs, strict=True) if given.kind != "number"]
     device = policy.device or first_device(sorted(values, key=lambda v: not isinstance(v, nn.Parameter)))
     origins = Origins()

@@ -137,6 +137,16 @@ class Graph:
             return self.plan
         return self.described.compile(copied(self.described.graph), costs=costs)
 
+    def decided(self, policy: Policy, costs: CostModel | None) -> GraphModule:
+        """Return the graph that is emitted by another policy of the same dtype and device, under other costs."""
+        if self.described is None:
+            return self.emitted
+        settled, gm = self.described.policy, copied(self.described.graph)
+        asked = replace(policy, dtype=settled.dtype, device=settled.device)
+        replace(self.described, policy=asked).compile(gm, costs=costs)
+        gm.recompile()
+        return gm
+
     @property
     def places(self) -> tuple[int, ...]:
         """The places of the parameters among the inputs."""

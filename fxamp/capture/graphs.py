@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +40,7 @@ class Graphs(list[Graph]):
         low: the low dtype.
         replayed: the plan that is carried out, if there is one.
         costs: what the cut is told that things cost; None for bytes.
+        ensure: raises for a graph that may not be captured, of which it is told whether it is all of a call.
         notes: what capture and its check have to say, for the plan.
         complete: all graphs of a view were captured, those after a graph break too.
         said: the causes of the lines that were logged once.
@@ -53,6 +54,7 @@ class Graphs(list[Graph]):
         self.device, self.low = "", torch.bfloat16
         self.replayed = replayed
         self.costs: CostModel | None = None
+        self.ensure: Callable[[Graph, bool], None] | None = None
         kept = () if replayed is None else replayed.notes
         self.notes = tuple(note for note in kept if note.startswith((Code.NOT_WORTH_CASTS.value, CERTIFICATE)))
         self.complete = True

@@ -18,9 +18,12 @@ import torch
 from torch import nn
 
 from passes.contract.errors import PolicyError
+from passes.contract.policy import Policy
 from passes.graph.values import LOW_DTYPES
 
 from .._torch import is_spread
+from ..observe.eight_bits import eight_bit_modules, listed
+from .scope import Scope
 
 # The way out for a model with trainable parameters in 16 bits. Since version 5 of transformers the dtype of the
 # checkpoint is the default.
@@ -119,3 +122,14 @@ def opaque_parameters(named: Iterable[tuple[str, Any]]) -> tuple[str, ...]:
     found = [(n, type(p).__name__) for n, p in wrappers if not is_spread(p)]
     listed = ", ".join(f"'{n}' ({kind})" for n, kind in found[:3])
     return (f"{len(found)} weight(s) are opaque, read as under autocast: {listed}",) if found else ()
+
+
+def of_eight_bits(found: Scope | None, policy: Policy) -> tuple[str, ...]:
+    """Return a note for the plan that lists the modules which compute in 8 bits; none where nothing is rounded."""
+    modules = {} if found is None or not policy.level.rounds else eight_bit_modules(found.root)
+    if not modules:
+        return ()
+    return (
+        f"keep: {listed(modules)} read autocast's state and round by themselves: their ops keep their dtypes, and "
+        "values are not autocast's there",
+    )

@@ -186,11 +186,11 @@ def _ran(
     """Run a step of a target, and compare what ran with its plan, with a committed census, or with both."""
     from torch import nn
 
+    from ..census.census import census
     from ..convert import converted_in
     from ..report.gate.committed_census import against
     from ..report.gate.gate import KEPT, Outcome, with_run
     from ..target import load_target
-    from ..trust.census.census import census
     from .target import AUTOCAST, step_of, under
 
     given, inputs, compared = step_of(load_target(target.target), "check: --run needs a batch")

@@ -6,7 +6,6 @@ The Trainer trains the view as any model. The callback only looks, and refuses a
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 import weakref
 from typing import Any
@@ -16,9 +15,9 @@ from transformers import TrainerCallback
 from passes.contract.errors import PolicyError
 from passes.contract.policy import Policy
 
+from ..census.census import Census, census
 from ..convert import converted_in, plan_of
 from ..errors import in_short
-from ..trust.census.census import Census, census
 from ..view.frozen import cast_once
 from ..view.view import is_view, runner_of
 
@@ -103,11 +102,17 @@ class FxampCallback(TrainerCallback):  # type: ignore[misc]
         if self._given is None:
             return
         (given, named), self._given = self._given, None
+        try:
+            self._look(state, model, given, named)
+        except Exception as error:  # whoever only looks ends no training
+            logger.warning("fxamp: there is no census of the first batch: %s: %s", type(error).__name__, error)
+
+    def _look(self, state: Any, model: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         plan = plan_of(model)
         low = sum(d.colour in ("bfloat16", "float16") for d in plan.decisions)
         entry: dict[str, Any] = {"fxamp/nodes": len(plan.decisions), "fxamp/low": low, "fxamp/casts": plan.casts}
         try:
-            self.census = self._census(model, given, named)
+            self.census = census(model, given, kwargs=named)
         except Exception as e:  # what only looks ends no training
             logger.warning("fxamp: there is no census of the first batch: %s", in_short(e))
         else:
@@ -117,12 +122,6 @@ class FxampCallback(TrainerCallback):  # type: ignore[misc]
             for difference in found.differences:
                 logger.warning("fxamp: did not run as planned: %s", difference)
         state.log_history.append({**entry, "epoch": state.epoch, "step": state.global_step})
-
-    def _census(self, view: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Census:
-        """Return the census of a view, called with arguments by place, by name, or both."""
-        if given and named:  # a census takes one kind
-            given, named = (), dict(inspect.signature(view.forward).bind(*given, **named).arguments)
-        return census(view, named if named else given)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
         """Note the loss scale of the step that follows."""

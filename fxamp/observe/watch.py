@@ -29,7 +29,6 @@ from torch.utils.flop_counter import flop_registry
 import passes
 from passes._torch import OpOverload, own_schema, pytree
 from passes.contract.policy import dtype_name
-from passes.graph.notes import is_ours
 from passes.graph.values import no_autocast
 from passes.ops.rules import LOW, RULES
 
@@ -122,14 +121,33 @@ class Sum:
     cast_bytes: int = 0
 
 
+@dataclass(frozen=True)
+class Part:
+    """What has a plan in a graph that runs: all of it, or a view that was traced into it.
+
+    Attributes:
+        known: what is known of the graph that was planned.
+        runner: of the view that was traced; None for a graph that is run by itself.
+        names: the nodes of the plan's graph, by the names that they have in the graph that runs; None where they are
+            the same.
+        lifted: the nodes of the plan's graph that became inputs.
+    """
+
+    known: Any
+    runner: Any = None
+    names: Mapping[str, str] | None = None
+    lifted: frozenset[str] = frozenset()
+
+
 @dataclass
 class Ran:
     """One graph that ran.
 
     Attributes:
-        known: what is known of the graph.
+        known: what is known of the graph that was planned.
         graph: the graph that ran.
         by: the compiler that ran it, "" where it ran node by node.
+        part: which of the nodes that ran are its own.
         calls: how often it ran.
         nodes: the dtypes of operands and of results of each node, by its name.
         kernels: what Inductor has scheduled, of the forward and of the backward; None where it has not compiled it.
@@ -138,6 +156,7 @@ class Ran:
     known: Any
     graph: GraphModule
     by: str
+    part: Part = field(repr=False)
     calls: int = 0
     nodes: dict[str, tuple[Dtypes, Dtypes]] = field(default_factory=dict)
     kernels: tuple[list[Kernel], list[Kernel]] | None = None
@@ -278,49 +297,78 @@ class Watch(TorchDispatchMode):
             self._place = before
 
     def run(
-        self, known: Any, graph: GraphModule, by: str, run: Callable[..., Any], args: tuple[Any, ...],
+        self, parts: Sequence[Part], graph: GraphModule, by: str, run: Callable[..., Any], args: tuple[Any, ...],
         compile: Compile | None = None,
     ) -> Any:  # fmt: skip
         """Run a graph node by node, or as it is compiled, and record what it does."""
-        at = next((i for i, ran in enumerate(self.graphs) if ran.known is known), len(self.graphs))
-        if at == len(self.graphs):
-            self.graphs.append(Ran(known, graph, by))
-        self.graphs[at].calls += 1
+        ran = [self._begun(part, graph, by) for part in parts]
+        self.entered += [part.runner for part in parts if part.runner is not None]
         before = self._place
         try:
             if not by:
-                return _Steps(self, at).run(*args, enable_io_processing=False)
-            self._place = Place("region", graph=at)
+                return _Steps(self, graph, ran).run(*args, enable_io_processing=False)
+            self._place = Place("region", graph=self.number(ran[0]))
             if by == "inductor" and compile is not None:
-                run = self._recorded(self.graphs[at], compile, args)
+                run = self._recorded(ran, compile, args)
             return run(*args)
         finally:
             self._place = before
 
-    def _recorded(self, ran: Ran, compile: Compile, args: tuple[Any, ...]) -> Callable[..., Any]:
+    def number(self, ran: Ran) -> int:
+        """Return which of the graphs that ran this is."""
+        return next(i for i, one in enumerate(self.graphs) if one is ran)
+
+    def _begun(self, part: Part, graph: GraphModule, by: str) -> Ran:
+        ran = next((ran for ran in self.graphs if ran.known is part.known), None)
+        if ran is None:
+            ran = Ran(part.known, graph, by, part)
+            self.graphs.append(ran)
+        ran.calls += 1
+        return ran
+
+    def _recorded(self, ran: Sequence[Ran], compile: Compile, args: tuple[Any, ...]) -> Callable[..., Any]:
         """Have Inductor compile a graph once more, so that there is a record of what runs; its caches keep none."""
-        found = self._compiled.get(id(ran))
+        found = self._compiled.get(id(ran[0]))
         if found is None:
-            kernels: tuple[list[Kernel], list[Kernel]] = ([], [])
-            ran.kernels = kernels
-            options = recorded_by_inductor(lambda backward, parts: kernels[backward].extend(parts))
+            for one in ran:
+                one.kernels = ([], [])
+
+            def record(backward: bool, parts: list[Kernel]) -> None:
+                for one in ran:
+                    assert one.kernels is not None
+                    one.kernels[backward].extend(_of_part(one.part, parts))
+
+            options = recorded_by_inductor(record)
             with without_modes(), no_autocast():
-                found = self._compiled[id(ran)] = compile(options, list(args))
+                found = self._compiled[id(ran[0])] = compile(options, list(args))
         return found
 
 
-class _Steps(Interpreter):
-    """Runs a graph node by node, and tells the watch which node it is at."""
+def _of_part(part: Part, kernels: list[Kernel]) -> list[Kernel]:
+    """Return kernels with the names that their nodes have in the graph of a plan, "" for those of other nodes."""
+    names = part.names
+    return kernels if names is None else [replace(k, made_from=names.get(k.made_from, "")) for k in kernels]
 
-    def __init__(self, watch: Watch, at: int) -> None:
-        super().__init__(watch.graphs[at].graph)
-        self._watch, self._at, self._nodes = watch, at, watch.graphs[at].nodes
+
+class _Steps(Interpreter):
+    """Runs a graph node by node, and tells the watch which node of which plan it is at."""
+
+    def __init__(self, watch: Watch, graph: GraphModule, ran: Sequence[Ran]) -> None:
+        super().__init__(graph)
+        self._watch, self._planned = watch, dict[str, tuple[Ran, Place]]()
+        for one in ran:
+            names = one.part.names if one.part.names is not None else {n.name: n.name for n in graph.graph.nodes}
+            at = watch.number(one)
+            self._planned.update((name, (one, Place("node", planned, at))) for name, planned in names.items())
 
     def run_node(self, n: Node) -> Any:
-        self._watch._place = Place("node", n.name, self._at) if n.op.startswith("call") else self._watch._place
+        if not n.op.startswith("call"):
+            return super().run_node(n)
+        ran, place = self._planned.get(n.name, (None, Place("own")))
+        self._watch._place = place
         made = super().run_node(n)
-        if n.op.startswith("call"):
-            self._nodes[n.name] = (dtypes_in([self.env.get(o) for o in n.all_input_nodes]), dtypes_in(made))
+        if ran is not None:
+            ran.nodes[place.where] = (dtypes_in([self.env.get(o) for o in n.all_input_nodes]), dtypes_in(made))
         return made
 
 
@@ -350,21 +398,16 @@ def observed(
 ) -> Any:  # fmt: skip
     """Run a compiled graph so that a watch can see it: what `graph` was compiled to `by` a compiler, "eager" for none.
 
-    `known` is what is known of the graph; `compile` compiles it once more, with further options and for given inputs.
+    `known` is what is known of the graph, or the parts of it that have plans; `compile` compiles it once more, with
+    further options and for given inputs.
     """
-    if (instead := _INSTEAD.get()) is not None:
+    whole = not isinstance(known, tuple)
+    if whole and (instead := _INSTEAD.get()) is not None:
         return instead(known, graph, args)
     watch = watching()
-    return run(*args) if watch is None else watch.run(known, graph, "" if by == "eager" else by, run, args, compile)
-
-
-def readers(node: Node) -> Iterator[Node]:
-    """Yield the author's nodes that read a value, by casts of fxamp too."""
-    for user in node.users:
-        if is_ours(user):
-            yield from readers(user)
-        elif user.op != "output":
-            yield user
+    if watch is None or known == ():
+        return run(*args)
+    return watch.run((Part(known),) if whole else known, graph, "" if by == "eager" else by, run, args, compile)
 
 
 def dtype_of(dtypes: Dtypes, product: bool) -> str:

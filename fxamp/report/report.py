@@ -12,11 +12,11 @@ from passes.contract.errors import FxampError
 from passes.contract.plan import Plan
 from passes.contract.public import public
 
+from ..census.census import Census
+from ..error.report import Errors
 from ..harmless import in_notebook
 from ..train.describe import describe
 from ..train.step import TrainStep
-from ..trust.census.census import Census
-from ..trust.error.report import Errors
 from .forms.model_explorer import to_model_explorer
 from .forms.text import Text, counts_of, ops_of
 from .reader import Readable, model_name, plan_in, record_of

@@ -15,9 +15,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from ..diagnose.step import GivenStep
 from ..errors import ScaleCollapseError
-from ..observe.workload import GivenStep
-from ..trust.ranges.overflow import Overflow, overflow_of
+from ..ranges.overflow import Overflow, overflow_of
 from .state import TrainState
 from .window import Window
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -24,8 +25,9 @@ from passes.graph.notes import is_inserted
 from passes.graph.values import LOW_DTYPES, dtypes_of, no_autocast
 
 from .._torch import is_sharded
-from ..capture.graph import Graph
+from ..capture.graph import Graph, copied
 from ..observe import workload
+from ..observe.watch import Part, observed
 from ..view.copies import Lifted, lift, with_copies
 from ..view.hooks import HookWatch
 from ..view.runner import Runner
@@ -170,13 +172,26 @@ class CompiledStep:
             plain: Callable[..., Any] = backend(gm, inputs)
             return plain
         eager = self.settings.backend == "eager"
-        convert_views(gm, inputs, self._inlined, self._graphs, eager=eager)
+        parts = convert_views(gm, inputs, self._inlined, self._graphs, eager=eager)
         _detach_outputs(gm, as_computed=self.output == "low")
         lifted, examples = list[Lifted](), list(inputs)
         if self._weights.is_open:
             gm, examples, lifted = lift(gm, inputs, sums_inside=not eager)
+            parts = [_without(part, gm) for part in parts]
+        planned, emitted = tuple(parts), copied(gm)
+        inner = self.settings.backend
+        by = inner if isinstance(inner, str) else self.settings.name
         with no_autocast():
-            run: Callable[..., Any] = backend(gm, examples)
+            made: Callable[..., Any] = backend(gm, examples)
+
+        def again(options: dict[str, Any], given: list[Any]) -> Callable[..., Any]:
+            more = replace(self.settings, options={**self.settings.options, **options})
+            compiled: Callable[..., Any] = more.run()(copied(emitted), given)
+            return compiled
+
+        def run(*args: Any) -> Any:
+            return observed(planned, emitted, by, made, args, again)
+
         run = with_copies(run, lifted, lambda: self._weights.copies if self._weights.is_open else None)
         devices = list({runner.graphs.device for runner in self._inlined})
 
@@ -185,6 +200,16 @@ class CompiledStep:
                 return run(*args)
 
         return call
+
+
+def _without(part: Part, lifted: GraphModule) -> Part:
+    """Return a part of a graph, some of whose casts have become inputs."""
+    assert part.names is not None
+    here = {n.name for n in lifted.graph.nodes}
+    return replace(
+        part, names={name: planned for name, planned in part.names.items() if name in here},
+        lifted=frozenset(planned for name, planned in part.names.items() if name not in here),
+    )  # fmt: skip
 
 
 def _detach_outputs(gm: GraphModule, as_computed: bool) -> None:

@@ -23,8 +23,8 @@ from passes.contract.plan import Plan
 
 from .._torch import registrations
 from ..capture.graphs import is_compiled
+from ..census.census import CallCensus
 from ..errors import NotAModuleError, names_arguments
-from ..trust.census.census import CallCensus
 from ..view.switch import policies_in_force
 from ..view.view import is_view
 from . import given
@@ -170,6 +170,11 @@ class TrainState:
     def in_place(self) -> bool:
         """Whether gradients keep their memory, since a CUDA graph has recorded their addresses."""
         return self.compiled is not None and self.compiled.settings.captures
+
+    def written(self) -> tuple[Any, ...]:
+        """Return the objects that a call writes, for whoever runs one and puts everything back afterwards."""
+        own = (self, self.scaler, self.by_hand, self.skips_in_a_row, *self.tallies.values(), self.census)
+        return (*own, self.model, self.loss_fn, *self.optimizers, *self.schedulers, *self.averages)
 
     def rates(self) -> tuple[float | Tensor, ...]:
         """Return the learning rate of each group of parameters, as it is now."""

@@ -189,28 +189,26 @@ class TrainStep(TrainState):
         """
         self.check_scale(scale)
         try:
-            if self.census is None or not self.census.is_due(self.model):
-                return self._run(inputs, target, scale, weight)
-            result: StepResult = self.census(self, lambda: self._run(inputs, target, scale, weight))
-            return result
+            window = self.open_window(scale)
+            self._before_micro_batch()
+            with self._watched(), self._exchanging(window), self.weights.read():
+                with range_of("forward"):
+                    if self.compiled is None:
+                        loss, output = loss_of(self.model, self.loss_fn, inputs, target)
+                    else:
+                        loss, output = self.compiled.forward(self.loss_fn, inputs, target)
+                refuse_constant(loss, self.optimizers)
+                self._backward(window, loss, weight, (inputs, target))
+            if window.position < self.accumulate_steps:
+                return self._result(window, None, output)
+            return self._finish(window, output)
         except BaseException:
             self._abandon()
             raise
 
-    def _run(self, inputs: Any, target: Any, scale: float | None, weight: Weight) -> StepResult:
-        window = self.open_window(scale)
-        self._before_micro_batch()
-        with self._exchanging(window), self.weights.read():
-            with range_of("forward"):
-                if self.compiled is None:
-                    loss, output = loss_of(self.model, self.loss_fn, inputs, target)
-                else:
-                    loss, output = self.compiled.forward(self.loss_fn, inputs, target)
-            refuse_constant(loss, self.optimizers)
-            self._backward(window, loss, weight, (inputs, target))
-        if window.position < self.accumulate_steps:
-            return self._result(window, None, output)
-        return self._finish(window, output)
+    def _watched(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which a micro-batch is watched, if that was asked for and there are new graphs."""
+        return contextlib.nullcontext() if self.census is None else self.census.watches(self, _CALL)
 
     @contextlib.contextmanager
     def window(self, scale: float | None = None) -> Iterator[Window]:
@@ -645,3 +643,6 @@ class TrainStep(TrainState):
             tuple(window.losses),
             self.rates() if rates is None else rates,
         )
+
+
+_CALL = TrainStep.__call__.__code__

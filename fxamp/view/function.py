@@ -149,20 +149,16 @@ class Function:
             eager=self.settings.backend == "eager", costs=graphs.costs, replayed=replaying,
             alone=self.frames.alone if whole else None, lowered=graphs.lowered,
         )  # fmt: skip
+        if graphs.ensure is not None:
+            graphs.ensure(graph, whole)
         if replaying is not None:
             graphs.note(*replaying.notes(graph.plan))
         if self.frames.unknown and graphs.restores and holds_low(model):
             graphs.note(_STAYS.format(self.frames.unknown))
         if hooks := _global_hooks():
             self.stale = lambda: _global_hooks() != hooks
-        more, examples = None, inputs
-        uncompiled = self.settings.backend == "eager"
-        # Of a call in several graphs one cast of a weight serves all of them; what is compiled casts in its kernels.
-        several = uncompiled and not whole and graphs.policy.level.rounds
-        if (self.opened is not None or several) and not any(map(is_gathered, model.modules())):
-            gm, examples, lifted = lift(gm, inputs, sums_inside=not uncompiled)
-            more = partial(lifted_inputs, lifted, self.opened or _none) if lifted else None
-            graph = replace(graph, written=_parameters_written(graph))
+        gm, examples, more = self._lifted(gm, inputs, model, whole)
+        graph = replace(graph, written=() if more is None else _parameters_written(graph))
         started = time.perf_counter()
         by, run, again = self._inner(gm, examples)
         graph = replace(graph, seconds=time.perf_counter() - started, kept=None if by == "eager" else Kept(by))
@@ -175,6 +171,19 @@ class Function:
         self._calls.append(made)
         let_go_of_inputs(n.meta.get("example_value") for n in gm.graph.find_nodes(op="placeholder"))
         return made
+
+    def _lifted(self, gm: GraphModule, inputs: list[Any], model: nn.Module, whole: bool) -> tuple[Any, list[Any], Any]:
+        """Return a graph with casts of weights as inputs, what it is compiled for, and what gives these in a call.
+
+        They are where copies of weights are open, and in a call of several graphs, where one cast serves all of them;
+        what is compiled casts in its kernels.
+        """
+        uncompiled = self.settings.backend == "eager"
+        several = uncompiled and not whole and self.graphs.policy.level.rounds
+        if not (self.opened is not None or several) or any(map(is_gathered, model.modules())):
+            return gm, inputs, None
+        gm, examples, lifted = lift(gm, inputs, sums_inside=not uncompiled)
+        return gm, examples, partial(lifted_inputs, lifted, self.opened or _none) if lifted else None
 
     def _note_lowered(self, model: nn.Module, first: bool) -> None:
         """Note, before a graph that is not the first one of a call is captured, what forward has made low by then."""

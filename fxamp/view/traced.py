@@ -26,6 +26,7 @@ from ..capture.backend import leave_sharing_to_the_compiler, recompute_as_writte
 from ..capture.call import Call, begin
 from ..capture.graph import Graph
 from ..capture.outputs import leaving
+from ..observe.watch import Part
 from .function import function_of
 from .runner import Runner
 
@@ -54,8 +55,10 @@ def in_original_dtype(value: Tensor) -> Tensor:
 
 def convert_views(
     gm: GraphModule, inputs: Sequence[Any], runners: Sequence[Runner], made: list[Graph], *, eager: bool
-) -> None:
+) -> list[Part]:
     """Convert the regions of views in a graph from Dynamo, in place; a view that has no graph yet keeps this one.
+
+    Returned is which of the nodes are of which plan.
 
     `made` are the graphs that views have from earlier calls, to which new ones are added. In a graph that runs as it
     is, `eager`, casts may share a storage.
@@ -65,11 +68,12 @@ def convert_views(
     places = [n for n in gm.graph.nodes if n.op == "placeholder"]
     given = dict(zip(places, inputs, strict=False))
     entered = _marked(gm.graph)
-    for enter in entered:
-        _Region(gm, enter, given, runners).convert(made, eager)
+    parts = [_Region(gm, enter, given, runners).convert(made, eager) for enter in entered]
     if not entered and torch.is_autocast_enabled(runners[0].graphs.device) and not torch.is_autocast_cache_enabled():
-        _convert(gm, inputs, _runner_of(runners, inputs), made, eager)  # after a break inside the region of a view
+        runner = _runner_of(runners, inputs)  # after a break inside the region of a view
+        parts = [Part(_convert(gm, inputs, runner, made, eager), runner, {n.name: n.name for n in gm.graph.nodes})]
     gm.recompile()
+    return parts
 
 
 def _marked(graph: FxGraph) -> list[Node]:
@@ -83,13 +87,14 @@ def _marked(graph: FxGraph) -> list[Node]:
     return found
 
 
-def _convert(gm: GraphModule, inputs: Sequence[Any], runner: Runner, made: list[Graph], eager: bool) -> None:
+def _convert(gm: GraphModule, inputs: Sequence[Any], runner: Runner, made: list[Graph], eager: bool) -> Graph:
     graph = _rewritten(runner, gm, list(inputs))
     if not eager:
         leave_sharing_to_the_compiler(gm)
     own = any(known.state == graph.state for known in runner.graphs if not any(known is m for m in made))
     if not own and graph.plan.decisions:
         made.append(runner.graphs.add(graph))
+    return graph
 
 
 def _runner_of(runners: Sequence[Runner], inputs: Sequence[Any]) -> Runner:
@@ -117,11 +122,11 @@ class _Region:
         self.examples = [given.get(n, n.meta.get("example_value")) for n in self.inputs]
         self.runner = _runner_of(runners, self.examples)
 
-    def convert(self, made: list[Graph], eager: bool) -> None:
+    def convert(self, made: list[Graph], eager: bool) -> Part:
         """Convert it in a graph of its own, and put that in its place."""
         part = self._cut_out()
-        _convert(part, self.examples, self.runner, made, eager)
-        self._put_in_place(part)
+        graph = _convert(part, self.examples, self.runner, made, eager)
+        return Part(graph, self.runner, self._put_in_place(part))
 
     def _cut_out(self) -> GraphModule:
         graph, env = FxGraph(), dict[Node, Node]()
@@ -136,7 +141,8 @@ class _Region:
         graph.output(tuple(env[node] for node in self.outputs))
         return GraphModule(self.gm, graph)
 
-    def _put_in_place(self, part: GraphModule) -> None:
+    def _put_in_place(self, part: GraphModule) -> dict[str, str]:
+        """Copy the nodes of a part here; return their names there, by their names here."""
         graph, env = self.gm.graph, dict[Node, Any]()
         places = [n for n in part.graph.nodes if n.op == "placeholder"]
         env.update(zip(places, self.inputs, strict=True))
@@ -155,6 +161,7 @@ class _Region:
             old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in self.nodes)
         for node in reversed(self.nodes):
             graph.erase_node(node)
+        return {env[n].name: n.name for n in part.graph.nodes if n.op.startswith("call")}
 
 
 def _rewritten(runner: Runner, part: GraphModule, examples: list[Any]) -> Graph:

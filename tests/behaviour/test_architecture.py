@@ -43,57 +43,57 @@ ARROWS = {
     "fxamp.guard": "",
     "fxamp.module": "passes.contract",
     "fxamp.harmless": "",
-    "fxamp.calibration": ".errors passes.contract",
+    "fxamp.results": ".harmless passes._torch passes.contract",
+    "fxamp.calibration": ".errors .results passes.contract",
     "fxamp.target": "passes.contract",
-    "fxamp.observe": "._torch .errors passes passes._torch passes.contract passes.graph passes.ops",
+    "fxamp.observe": "._torch .errors passes passes._torch passes.contract passes.graph passes.ops passes.runtime",
     "fxamp.capture": (
-        "._torch .errors .observe passes passes._torch passes.contract passes.graph passes.legalize passes.ops "
-        "passes.runtime"
+        "._torch .errors .observe passes passes._torch passes.contract passes.graph passes.legalize "
+        "passes.ops passes.runtime"
     ),
     "fxamp.view": (
         "._torch .capture .errors .observe passes._torch passes.contract passes.graph passes.ops passes.runtime"
     ),
     "fxamp.measure": "._torch .capture .observe .view passes passes._torch passes.contract passes.graph passes.ops",
     "fxamp.measure.fake_cuda": ".capture .errors .measure .observe .target passes._torch passes.contract",
-    "fxamp.convert": "._torch .calibration .capture .errors .measure .view passes.contract",
-    "fxamp.trust": "",
-    "fxamp.trust.census": (
-        "._torch .capture .convert .harmless .observe passes.contract passes.graph passes.ops passes.runtime"
+    "fxamp.convert": "._torch .calibration .capture .errors .measure .observe .view passes.contract",
+    "fxamp.diagnose": "._torch .capture .convert .errors .measure .observe passes._torch passes.contract",
+    "fxamp.census": (
+        "._torch .capture .convert .diagnose .observe .results passes.contract passes.graph passes.ops passes.runtime"
     ),
-    "fxamp.trust.error": (
-        "._torch .capture .convert .errors .measure .observe .trust.census passes passes._torch passes.contract "
-        "passes.graph passes.ops passes.runtime"
+    "fxamp.error": ".diagnose .observe .results passes.contract passes.graph passes.ops",
+    "fxamp.ranges": (
+        "._torch .calibration .capture .census .convert .diagnose .observe .results passes._torch "
+        "passes.contract passes.graph passes.ops"
     ),
-    "fxamp.trust.ranges": (
-        "._torch .calibration .convert .observe .trust.census .trust.error passes._torch passes.contract "
-        "passes.graph passes.ops"
+    "fxamp.choose": (
+        ".convert .diagnose .error .errors .measure .observe .results passes passes.contract passes.graph"
     ),
-    "fxamp.trust.choice": ".convert .measure .observe .trust.error passes.contract passes.graph",
     "fxamp.train.ranks": "._torch .view passes.contract",
     "fxamp.train": (
-        "._torch .capture .errors .measure .observe .train.ranks .trust.census .trust.ranges .view passes._torch "
-        "passes.contract passes.graph"
+        "._torch .capture .census .diagnose .errors .measure .observe .ranges .train.ranks .view "
+        "passes._torch passes.contract passes.graph"
     ),
     "fxamp.report.record": "._torch .observe passes._torch passes.contract passes.graph passes.ops passes.runtime",
     "fxamp.report.forms": ".harmless .report.record passes.contract",
     "fxamp.report.page": ".harmless .report.record passes.contract",
     "fxamp.report": (
-        ".capture .convert .harmless .report.forms .report.page .report.record .train .trust.census .trust.error "
-        ".view passes.contract"
+        ".capture .census .convert .error .harmless .report.forms .report.page .report.record .train .view "
+        "passes.contract"
     ),
     "fxamp.report.diff": ".harmless .report .report.record passes._torch passes.contract passes.graph passes.ops",
     "fxamp.report.gate": (
-        ".capture .convert .errors .harmless .measure .measure.fake_cuda .report .report.diff .report.record "
-        ".target .train .trust.census passes.contract passes.ops"
+        ".capture .census .convert .errors .harmless .measure .measure.fake_cuda .report .report.diff "
+        ".report.record .target .train passes.contract passes.ops"
     ),
     "fxamp.pytest_plugin": ".report.gate",
-    "fxamp.demo": ".convert .measure .report .report.gate .train .trust.census passes.contract",
-    "fxamp.integrations": ".capture .convert .errors .train .trust.census .view passes.contract passes.ops",
+    "fxamp.demo": ".census .convert .measure .report .report.gate .train passes.contract",
+    "fxamp.integrations": ".capture .census .convert .errors .train .view passes.contract passes.ops",
     "fxamp.lightning": ".integrations",
     "fxamp.huggingface": ".integrations",
     "fxamp.cli": (
-        "fxamp .convert .demo .errors .harmless .report .report.diff .report.gate .target .trust.census "
-        "passes passes.contract passes.ops"
+        ".census .convert .demo .errors .harmless .report .report.diff .report.gate .target fxamp passes "
+        "passes.contract passes.ops"
     ),
     "fxamp.__main__": ".cli",
 }

@@ -16,7 +16,7 @@ import msgspec
 from passes.contract.errors import FxampError
 from passes.contract.plan_format import strictly, write_text
 
-from ...trust.census.census import Census
+from ...census.census import Census
 
 VERSION = 1
 _REMEDY = "take a new one, with `fxamp census TARGET --save FILE` or `fxamp check --update`"

@@ -19,8 +19,8 @@ from passes.contract.errors import PlanError
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy
 
+from ...census.census import census
 from ...convert import convert, converted_in, to_read
-from ...trust.census.census import census
 from ..reader import with_totals
 from .gate import KEPT, check
 from .outcomes import to_text

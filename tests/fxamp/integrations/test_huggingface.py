@@ -9,6 +9,7 @@ import re
 import types
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -240,3 +241,43 @@ def test_what_the_exporter_makes_no_program_of_is_a_limit_of_torch_export(name: 
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         expected = model(**inputs).logits
     assert torch.equal(graph(**inputs).logits, expected.float())
+
+
+class _Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, scale: Any = 1.0) -> Tensor:
+        out: Tensor = self.fc(x) * scale
+        return out
+
+
+def _state() -> Any:
+    return SimpleNamespace(log_history=[], epoch=0, global_step=1)
+
+
+def test_a_census_of_a_call_with_positional_and_keyword_inputs() -> None:
+    view, callback, state = fxamp.convert(_Scale(), policy="O1,dtype=bf16"), fxamp.huggingface.FxampCallback(), _state()
+    arguments = SimpleNamespace(bf16=False, fp16=False)
+    callback.on_train_begin(arguments, state, None, model=view)
+    view(torch.randn(2, 8), scale=torch.tensor(2.0)).sum().backward()
+    callback.on_step_end(arguments, state, None, model=view)
+    assert callback.census
+    assert state.log_history[0]["fxamp/differences"] == 0
+
+
+def test_a_callback_that_only_looks_ends_no_training(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise ValueError("no census today")
+
+    view, callback, state = fxamp.convert(_Scale(), policy="O1,dtype=bf16"), fxamp.huggingface.FxampCallback(), _state()
+    arguments = SimpleNamespace(bf16=False, fp16=False)
+    callback.on_train_begin(arguments, state, None, model=view)
+    view(torch.randn(2, 8)).sum().backward()
+    monkeypatch.setattr("fxamp.integrations.huggingface.census", broken)
+    callback.on_step_end(arguments, state, None, model=view)
+    assert callback.census is None
+    assert "ValueError: no census today" in caplog.text

@@ -35,10 +35,10 @@ _KERNELS = "functions that compute as a kernel of the op does"
 _CHOICE = "which of them an argument of the op, and so of the site, is looked up for"
 ALLOWED: dict[tuple[str, frozenset[str]], str] = {
     (
-        "fxamp/trust/error/emulation.py",
+        "fxamp/observe/emulation.py",
         frozenset({"scaled_dot_product_attention", "log_softmax", "cross_entropy_loss"}),
     ): _KERNELS,
-    ("fxamp/trust/error/emulation.py", frozenset({"topk", "argmax"})): _CHOICE,
+    ("fxamp/observe/emulation.py", frozenset({"topk", "argmax"})): _CHOICE,
 }  # fmt: skip
 
 

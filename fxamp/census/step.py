@@ -1,0 +1,132 @@
+"""Run one real step, forward, loss and backward, so that afterwards everything is as before.
+
+And what it did about the range of FP16: whether its loss was scaled, its gradients unscaled, and its step taken.
+
+A watch sees converted graphs that are modules too: each runs node by node meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from passes.contract.errors import PolicyError
+
+from ..diagnose.step import GivenStep
+from ..observe.snapshot import outside_of_regions, same_objects, same_random_state
+from ..observe.watch import Watch
+from ..observe.workload import copies, loss_of, output_of
+from .differences import Difference
+from .rows import Row
+
+_FORWARD_ALONE = "only the forward ran: the loss requires no gradient"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step that was watched.
+
+    Attributes:
+        watch: what was seen.
+        notes: what is to be said of the step.
+        scaler: the loss scaler of a TrainStep; None for a model.
+        skipped: the optimizer did not step, since gradients were not finite.
+        ended: the window of the TrainStep came to its end.
+    """
+
+    watch: Watch
+    notes: tuple[str, ...]
+    scaler: Any = None
+    skipped: bool = False
+    ended: bool = True
+
+
+def run(given: GivenStep) -> Step:
+    """Run and watch a step of each batch: of a model, or of a TrainStep a window of one micro-batch.
+
+    Raises:
+        PolicyError: the inputs are of another kind, there is nothing to make a loss of, or the window of a TrainStep is
+            open.
+    """
+    return _of_model(given) if given.step is None else _of_step(given.step, given)
+
+
+def _of_model(given: GivenStep) -> Step:
+    watch, said = Watch(given.model, _of_model.__code__), list[str]()
+    torch.clear_autocast_cache()  # of the caller's region: a step of a loop begins with none
+    for batch in given.batches:
+        inputs, target = copies(batch)
+        with given.as_before(given.model), watch:
+            loss, notes = loss_of(output_of(given.model, inputs), target, given.loss, any_will_do=True)
+            if loss.requires_grad:
+                with outside_of_regions():
+                    loss.backward()
+        said += notes if loss.requires_grad else (*notes, _FORWARD_ALONE)
+    return Step(watch, tuple(dict.fromkeys(said)))
+
+
+def _of_step(step: Any, given: GivenStep) -> Step:
+    """Run windows of a TrainStep, with its optimizer, and give back all that it has written."""
+    if step.position:
+        raise PolicyError("a window of this TrainStep is open: call flush() before a census.")
+    watch, skipped = Watch(step.model, _of_step.__code__), False
+    for batch in given.batches:
+        inputs, target = copies(batch)
+        with same_random_state(), same_objects(step.written()):
+            with watch:
+                result = step(inputs, target)
+                if result.reason == "accumulating":
+                    result = step.flush()
+            skipped |= result.reason == "overflow"
+            scaler = step.scaler
+    return Step(watch, (), scaler, skipped)
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """The facts of loss scaling in one step.
+
+    Attributes:
+        low_gradients: Gradients were computed in FP16, so small ones become zero without a loss scale.
+        scaler: "enabled", "disabled", or "" where none was seen.
+        scaled: A gradient scaler has scaled the loss.
+        unscaled: How often gradients were unscaled.
+        skipped: The optimizer did not step, since gradients were not finite.
+    """
+
+    low_gradients: bool
+    scaler: str
+    scaled: bool
+    unscaled: int
+    skipped: bool
+
+    def __str__(self) -> str:
+        if not self.low_gradients:
+            return "not needed: no gradient was computed in FP16"
+        loss = "the loss was scaled" if self.scaled else "the loss was NOT scaled"
+        scaler = f"the scaler is {self.scaler}" if self.scaler else "no scaler was seen"
+        after = ", the step was skipped: gradients were not finite" if self.skipped else ""
+        return f"gradients in FP16; {scaler}; {loss}; gradients were unscaled {self.unscaled} times{after}"
+
+
+def scaling_of(step: Step, rows: Iterable[Row]) -> Scaling:
+    """Return the facts of loss scaling of a step."""
+    low = any(row.phase == "backward" and "float16" in row.operands for row in rows)
+    scaler = "" if step.scaler is None else "enabled" if step.scaler.is_enabled() else "disabled"
+    return Scaling(low, scaler, step.watch.scaled and scaler != "disabled", step.watch.unscaled, step.skipped)
+
+
+def scaling_differences(scaling: Scaling, step: Step) -> list[Difference]:
+    """Return what of the scaling of a TrainStep is wrong; of a model alone the loop is not known."""
+    if step.scaler is None:
+        return []
+    found = []
+    if scaling.low_gradients and not scaling.scaled:
+        why = "gradients below 6e-8 become zero; give the TrainStep a LossScaler that is enabled"
+        found.append(Difference("scaling", "loss", "scaled", f"unscaled, with a scaler that is {scaling.scaler}", why))
+    if step.ended and scaling.scaled and not scaling.skipped and not scaling.unscaled:
+        found.append(Difference("scaling", "gradients", "unscaled once", "scaled gradients into the optimizer"))
+    return found

@@ -1,0 +1,205 @@
+"""`fxamp.estimate_error`: the errors of policies, predicted from steps in FP32."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from passes.contract.errors import PolicyError
+
+from ..diagnose.step import Batch, given_step
+from ..diagnose.subject import POLICIES, Ran, Subject, policies_of, refuse_infinite
+from ..observe.eight_bits import eight_bit_modules, listed
+from ..observe.emulation import Decides, Site
+from ..observe.workload import Loss
+from .derivatives import Derivatives, keys_of
+from .report import PREDICTED, ErrorReport, Errors, NodeError, Tally, degenerate, living, squared
+from .rounding import rounded
+from .variances import Moved, Unrounded, coherent
+
+
+def estimate_error(
+    model_or_step: Any, inputs: Any = None, target: Any = None, *, kwargs: Mapping[str, Any] | None = None,
+    loss: Loss = None, batches: Iterable[Any] | None = None, policies: Sequence[str] | str | None = POLICIES,
+    gradients: bool | str = True,
+) -> ErrorReport:  # fmt: skip
+    """Predict the errors of policies before anything is trained, and say which roundings they come from.
+
+    The error of the loss comes from a forward and backward that round nothing, and is the root of a sum over all values
+    that are rounded: see `fxamp.error.variances`. The error of the gradient comes from one more step a batch, in
+    which all of these are rounded at random (stochastic rounding has twice the variance of rounding to nearest). Both
+    are RMS values, for these batches and these weights, to first order. An FP16 loss is scaled in that step, as
+    `fxamp.LossScaler` does at first, by as much as stays finite. Everything is as before afterwards.
+
+    Args:
+        model_or_step: A module, a view, or a TrainStep, which brings its own loss.
+        inputs: A tensor or a tuple for `model(*inputs)`, or a mapping for `model(**inputs)`.
+        target: The second argument of the loss.
+        kwargs: Keyword inputs beside positional ones.
+        loss: A function of the output, or, with a target, of output and target, that gives one element; None takes the
+            output's `.loss`, or a 0-dim output.
+        batches: Inputs, or pairs (inputs, target), in the place of `inputs`; two to four are enough.
+        policies: Policy strings, or "autocast", which rounds what O1 rounds.
+        gradients: Predict errors of gradients too; with "nodes" also say which roundings they come from, by
+            derivatives along a random direction, which takes five steps for each of two batches, and more memory.
+
+    Raises:
+        PolicyError: There is no loss, no such policy or another `gradients`, a part of the model is converted, no
+            parameter requires a gradient, or FP32 itself is not finite on a batch; the message names the node.
+        CaptureError: Nothing of the model was captured, or it is on the meta device.
+
+    Example:
+        >>> found = fxamp.estimate_error(model, x, y, loss=nn.functional.cross_entropy, policies="O1")
+        >>> found["O1"].nodes[0].key, found["O1"].nodes[0].what
+        ('2/linear#0', ...)
+    """
+    if gradients not in (True, False, "nodes"):
+        raise PolicyError(f'gradients is True, False or "nodes", not {gradients!r}.')
+    subject = Subject(given_step(model_or_step, inputs, target, kwargs=kwargs, loss=loss, batches=batches))
+    if not subject.parameters:
+        raise PolicyError(
+            f"no parameter of {type(subject.model).__name__} requires a gradient, and errors are predicted from "
+            "gradients: measure them with fxamp.measure_error."
+        )
+    return estimated(subject, policies_of(subject, policies), gradients=gradients)
+
+
+def estimated(subject: Subject, names: Sequence[str], *, gradients: bool | str = True) -> ErrorReport:
+    """Predict the errors of policies; of those that round the same, once.
+
+    Args:
+        subject: the model and its batches.
+        names: of the policies.
+        gradients: predict errors of gradients too, and, with "nodes", where they come from.
+    """
+    first = dict[str, str]()  # of the names of a policy
+    for name in names:
+        first.setdefault(str(subject.policy(name)), name)
+    made = _Estimate(subject, tuple(first.values()), gradients)
+    errors = {name: replace(made.errors(first[str(subject.policy(name))]), policy=name) for name in names}
+    mean = sum(made.losses) / len(made.losses)
+    dead = tuple(sorted(made.norms.keys() - set(living(made.norms))))
+    return ErrorReport(
+        type(subject.model).__name__, False, "", len(made.losses), mean, 2.0**-24 * abs(mean), dead,
+        tuple(errors.values()), (PREDICTED, *degenerate(made.norms), *_unseen(subject)),
+    )  # fmt: skip
+
+
+def _unseen(subject: Subject) -> tuple[str, ...]:
+    """Return notes on roundings that are not seen: in modules of 8 bits, and where code runs outside of all graphs."""
+    names, modules = subject.uncaptured, eight_bit_modules(subject.model)
+    if modules:
+        return (f"{listed(modules)} round to 8 bits inside, which is in no row: see fxamp.measure_error.",)
+    if not names:
+        return ()
+    first = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return (f"Not all of it was captured: errors made by what reads {first} are not among these.",)
+
+
+class _Estimate:
+    """The errors of policies over all batches: of each, one step that rounds nothing, and one that does a policy.
+
+    Attributes:
+        losses: by batch.
+        norms: squared norms of the gradients, by name.
+    """
+
+    def __init__(self, subject: Subject, names: Sequence[str], gradients: bool | str) -> None:
+        self._subject, self._generator = subject, torch.Generator(subject.device)
+        self._plain = Unrounded(subject, names)
+        self._tallies = {name: Tally() for name in names}
+        self._flips = {name: dict[str, float]() for name in names}
+        self.losses, self.norms = list[float](), dict[str, float]()
+        for number, batch in enumerate(subject.given.batches):
+            for at, (base, served) in enumerate(self._plain.runs.items()):
+                choices: list[tuple[str, Tensor]] = []
+                plain = self._plain.run(base, batch, _noted_in(choices))
+                if not at:
+                    refuse_infinite(subject, plain, batch, number)
+                    self.losses.append(plain.loss)
+                    squared(plain.gradients, self.norms)
+                for name in served if gradients else ():  # of one policy after the other, so that they are held once
+                    self._tallies[name].add(0.0, self._probe(name, batch, choices).gradients, plain.gradients, 2.0)
+        runs = self._plain.runs if gradients == "nodes" else ()
+        self._derivatives = {base: Derivatives(subject, base, self.norms) for base in runs}
+
+    def errors(self, name: str) -> Errors:
+        """Return what is predicted of a policy."""
+        moved, count = self._plain.moved(name), len(self.losses)
+        square = sum(m.square for m in moved) + coherent(moved) + (2.0**-24 * sum(self.losses) / count) ** 2
+        flips = {key: value / count for key, value in self._flips[name].items() if value > 1e-3}
+        swamped = {m.site.key: m.swamped for m in moved if m.swamped > 0.5}
+        derived = self._derivatives.get(self._plain.base(name))
+        nodes = _nodes(moved, None if derived is None else derived.gradients(keys_of(m.site) for m in moved))
+        return self._tallies[name].errors(
+            name, self.norms, loss=square**0.5, increase=square / 2, nodes=nodes, flips=flips, swamped=swamped
+        )
+
+    def _probe(self, name: str, batch: Batch, choices: Sequence[tuple[str, Tensor]]) -> Ran:
+        """Run a step that rounds at random, and count the choices that it would change."""
+        changed: dict[str, float] = {}
+
+        def run(scale: float) -> Ran:
+            changed.clear()
+            return self._rounded(name, batch, scale, iter(choices), changed)
+
+        ran, flips = self._subject.scaled(name, run), self._flips[name]
+        for key, count in changed.items():
+            flips[key] = flips.get(key, 0.0) + count
+        return ran
+
+    def _rounded(
+        self, name: str, batch: Batch, scale: float, before: Iterator[tuple[str, Tensor]], flips: dict[str, float]
+    ) -> Ran:
+        """Run a step that rounds at random; add to `flips` how many of the choices `before` it changes."""
+        low, generator = self._subject.policy(name).dtype or torch.bfloat16, self._generator
+        generator.manual_seed(len(self.losses))
+
+        def at(site: Site, value: Tensor) -> Tensor:
+            return rounded(value, low, generator, forward=site.part != "scores") if site.rounds else value
+
+        def edge(value: Tensor) -> Tensor:
+            return rounded(value, low, generator, forward=False)
+
+        def decides(key: str, operand: Tensor, count: int, dim: int | None) -> None:
+            true = next((t for at, t in before if at == key), None)
+            if true is not None:
+                flips[key] = flips.get(key, 0.0) + _expected_flips(true, operand, count, dim)
+
+        return self._subject.emulated(name, batch, at, edge, decides=decides, scale=scale)
+
+
+def _noted_in(choices: list[tuple[str, Tensor]]) -> Decides:
+    """Return what appends the key and the operand of each choice."""
+    return lambda key, operand, count, dim: choices.append((key, operand.clone()))
+
+
+def _expected_flips(true: Tensor, probed: Tensor, count: int, dim: int | None) -> float:
+    """Return how many choices of the `count` largest are expected to change.
+
+    The difference m of the last that is chosen and the first that is not has the noise s * root 2, where s is that of
+    one value: it changes sign with the probability of a normal variable below -m / (s * root 2).
+    """
+    rows = true.flatten()[None] if dim is None else true.movedim(dim, -1).flatten(0, -2)
+    if rows.shape[-1] <= count:
+        return 0.0
+    largest = rows.topk(count + 1, -1).values
+    margin = (largest[:, count - 1] - largest[:, count]).double()
+    noise = float((probed - true).double().square().mean().sqrt()) / math.sqrt(2)
+    return float(torch.special.ndtr(-margin / (noise * math.sqrt(2))).sum()) if noise else 0.0
+
+
+def _nodes(moved: Sequence[Moved], gradients: Sequence[float] | None) -> tuple[NodeError, ...]:
+    """Return what moves the loss, the largest share first, and what it adds to the error of the gradients."""
+    loss, gradient = sum(m.square for m in moved) or 1.0, sum(gradients or ()) or 1.0
+    shares = [None] * len(moved) if gradients is None else [v / gradient for v in gradients]
+    rows = [
+        NodeError(m.site.key, m.site.what, m.site.module, m.site.line, m.square / loss, m.bias, share)
+        for m, share in zip(moved, shares, strict=True) if m.square or share
+    ]  # fmt: skip
+    return tuple(sorted(rows, key=lambda node: -node.share))

@@ -1,0 +1,284 @@
+"""How much each rounding moves the loss, to first order, from one run that rounds nothing.
+
+A value t with the gradient g = dloss/dt moves the loss by the sum of g * (round(t) - t) over its elements. If rounding
+errors are independent, its variance is V, the sum of g^2 ulp(t)^2 / 12 (Widrow); S is the sum that the actual roundings
+give. Where they have one sign, as where many elements are equal, S^2 is larger, and counts in the place of V.
+
+No policy is needed for a run: V and S are known at every value, and at every set of reads of one, whatever rounds it.
+So one run serves all policies whose roundings are at places of its graphs. A cast gets the gradient of its own readers;
+of two casts of a value in two policies, one is for readers of the other.
+
+One error is no noise: h + u, where h is a low value and u less than half of its ulp, is h. The update u is lost, and
+the next one too: over many steps such losses add up, while roundings cancel. So what they move the loss by, L, the sum
+of g * -u over lost updates, is added over all sums of a graph before it is squared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from passes.graph.values import LOW_DTYPES
+from passes.ops.rules import row_of
+
+from ..diagnose.step import Batch
+from ..diagnose.subject import Ran, Subject
+from ..observe.emulation import Decides, Place, Site
+from .rounding import BITS, blocks, error, power
+
+_NOTHING = (0.0,) * 5  # V, S, L, lost updates and all updates of a place that no gradient comes to
+
+
+@dataclass(frozen=True)
+class Moved:
+    """How the roundings at one place move the loss.
+
+    Attributes:
+        site: where it is rounded.
+        variance: V, by batch.
+        signed: S, by batch.
+        lost: L, by batch: what updates that are lost move the loss by.
+        swamped: the share of updates that are lost.
+    """
+
+    site: Site
+    variance: tuple[float, ...]
+    signed: tuple[float, ...]
+    lost: tuple[float, ...]
+    swamped: float
+
+    @property
+    def square(self) -> float:
+        """The mean over batches of the square that it moves the loss by: the larger of V and S^2."""
+        both = zip(self.variance, self.signed, strict=True)
+        return sum(max(v, s * s) for v, s in both) / len(self.variance)
+
+    @property
+    def bias(self) -> float:
+        """The mean of S over batches, in units of its standard error; 0 for fewer than eight batches."""
+        n = len(self.signed)
+        mean = sum(self.signed) / n
+        error = (sum((s - mean) ** 2 for s in self.signed) / max(n - 1, 1) / n) ** 0.5
+        return abs(mean) / error if n > 7 and error else 0.0
+
+
+@dataclass
+class _Places:
+    """Where the graphs of a policy round, and where they could.
+
+    Attributes:
+        low: what the policy rounds to.
+        rounded: the places that it rounds, each with its first site.
+        updates: those of them that are the sum of two low values.
+        values: the values that its graphs make, and those inside kernels.
+        reads: the reads of values, as pairs of the keys of the reader and of the value.
+    """
+
+    low: torch.dtype
+    rounded: dict[Place, Site] = field(default_factory=dict)
+    updates: set[Place] = field(default_factory=set)
+    values: set[Place] = field(default_factory=set)
+    reads: set[tuple[str, str]] = field(default_factory=set)
+
+    def at(self, site: Site, value: Tensor) -> Tensor:
+        """Note a value."""
+        if site.part != "cast":
+            self.values.add(site.place)
+        if site.rounds and site.part != "scores":
+            self.rounded.setdefault(site.place, site)
+            if _is_sum(site):
+                self.updates.add(site.place)
+        return value
+
+    def read(self, reader: str, source: str, value: Tensor) -> Tensor:
+        """Note a read of a value."""
+        self.reads.add((reader, source))
+        return value
+
+    def have(self, place: Place, site: Site) -> bool:
+        """Say whether a run of these graphs passes a place of another policy."""
+        return place in self.rounded or place in self.values or (bool(site.reads) and self.reads.issuperset(site.reads))
+
+
+class Unrounded:
+    """Steps that round nothing, and how the roundings of several policies move their loss.
+
+    Attributes:
+        runs: for each step that a batch needs, the policy whose graphs it runs, and all policies that it serves. It is
+            one step, unless a policy rounds what no other policy's graph has.
+    """
+
+    def __init__(self, subject: Subject, names: Sequence[str]) -> None:
+        self._subject = subject
+        self._places = {name: self._places_of(name) for name in names}
+        self._sums: dict[str, list[Sums]] = {}
+        self.runs: dict[str, list[str]] = {}
+        left = list(names)
+        while left:
+            served = {name: [n for n in left if self._serves(name, n)] for name in left}
+            base = max(left, key=lambda name: len(served[name]))
+            self.runs[base], self._sums[base] = served[base], []
+            left = [n for n in left if n not in served[base]]
+
+    def _places_of(self, name: str) -> _Places:
+        found = _Places(self._subject.policy(name).dtype or torch.bfloat16)
+        for batch in self._subject.given.unlike():
+            self._subject.emulated(name, batch, found.at, read=found.read, everywhere=True, backward=False)
+        return found
+
+    def _serves(self, base: str, name: str) -> bool:
+        here = self._places[base]
+        return all(here.have(place, site) for place, site in self._places[name].rounded.items())
+
+    def run(self, base: str, batch: Batch, decides: Decides | None = None) -> Ran:
+        """Run a step on one batch."""
+        sums = Sums([self._places[n] for n in self.runs[base]], self._places[base].rounded)
+        self._sums[base].append(sums)
+        ran = self._subject.emulated(base, batch, sums.at, read=sums.read, decides=decides, everywhere=True)
+        sums.end()
+        return ran
+
+    def base(self, name: str) -> str:
+        """Return the policy whose graphs are run for a policy."""
+        return next(base for base, served in self.runs.items() if name in served)
+
+    def moved(self, name: str) -> list[Moved]:
+        """Return what each rounding of a policy moves, over all batches that were run."""
+        places = self._places[name]
+        sums = [one.found(places.low) for one in self._sums[self.base(name)]]
+        made = []
+        for place, site in places.rounded.items():
+            variance, signed, lost, below, updates = zip(*(one.get(place, _NOTHING) for one in sums), strict=True)
+            if place not in places.updates:  # of this policy, but of another one that is served
+                lost, below = (0.0,) * len(sums), (0.0,)
+            made.append(Moved(site, variance, signed, lost, sum(below) / max(sum(updates), 1.0)))
+        return made
+
+
+class Sums:
+    """Sums V and S over one step that rounds nothing, at each place that a policy rounds.
+
+    Args:
+        served: the places of policies.
+        nodes: the places that are nodes of the graphs that run; those of other casts are seen by their reads.
+    """
+
+    def __init__(self, served: Sequence[_Places], nodes: Collection[Place]) -> None:
+        self._lows: dict[Place, dict[torch.dtype, None]] = {}
+        self._by_read: dict[tuple[str, str], list[Place]] = {}
+        self._updates = frozenset(place for places in served for place in places.updates)
+        self._operands: tuple[str, list[Tensor]] = "", []  # of the node that is read for
+        for places in served:
+            for place in places.rounded:
+                self._lows.setdefault(place, {})[places.low] = None
+        for place in sorted(self._lows, key=len, reverse=True):  # casts for many readers before those for some of them
+            for read in place[1:] if place[0] == "cast" and place not in nodes else ():
+                self._by_read.setdefault(read, []).append(place)
+        self._views: dict[tuple[Place, int], Tensor] = {}  # what is read by other casts, until its gradient is there
+        self._found: dict[torch.dtype, dict[Place, Tensor]] = {}
+
+    def at(self, site: Site, value: Tensor) -> Tensor:
+        """Let the gradient of a value add to its sums."""
+        if site.place not in self._lows:
+            return value
+        reader, operands = self._operands
+        summed = site.place in self._updates and reader == site.key and len(operands) == 2 and not site.writes
+        return self._hooked(site.place, value, writes=site.writes, operands=operands if summed else ())
+
+    def read(self, reader: str, source: str, value: Tensor) -> Tensor:
+        """Let the gradient of a read add to the sums of the casts that it goes through, each a view for its readers."""
+        if reader != self._operands[0]:
+            self._operands = reader, []
+        self._operands[1].append(value)
+        for place in self._by_read.get((reader, source), ()):
+            at = place, value.data_ptr()
+            if at not in self._views:
+                self._views[at] = self._hooked(place, value.view_as(value), at)
+            value = self._views[at]
+        return value
+
+    def _hooked(
+        self, place: Place, value: Tensor, view: Any = None, *, writes: bool = False, operands: Sequence[Tensor] = ()
+    ) -> Tensor:
+        """Return a value whose gradient adds to sums; one that needs none gets one, since it is rounded too.
+
+        The `operands` of a sum are results of other nodes, which are kept for their own sums in any case.
+        """
+        if not value.requires_grad:
+            if writes:
+                return value
+            value = value.detach().requires_grad_()
+        kept = [(value.detach().clone() if writes else value.detach(), [t.detach() for t in operands])]
+
+        def add(grad: Tensor | None) -> None:
+            self._views.pop(view, None)
+            if grad is not None and kept:  # an author's own backward may leave it out
+                self._add(place, *kept.pop(), grad)  # freed here, as what autograd saves is
+
+        value.register_hook(add)
+        return value
+
+    def _add(self, place: Place, held: Tensor, operands: Sequence[Tensor], grad: Tensor) -> None:
+        read = [t.expand_as(held) for t in operands]
+        for low in self._lows[place]:
+            found = self._found.setdefault(low, {})
+            for t, g, *terms in blocks(held, grad, *read):
+                off = error(t, low)
+                unit = power(t, low)
+                lost = _lost(t, g, terms, unit, low) if terms else torch.zeros(3, device=g.device)
+                moved = unit.mul_(g).mul_(off != 0)  # masks and zeros are held as they are
+                variance = torch.linalg.vector_norm(moved).square() * (4.0 ** -BITS[low] / 12)
+                sums = torch.cat((torch.stack((variance, off.mul_(g).sum())), lost))
+                found[place] = sums if place not in found else found[place] + sums
+
+    def end(self) -> None:
+        """Let go of the values of a step: of what has got no gradient, and of what was read last."""
+        self._views.clear()
+        self._operands = "", []
+
+    def found(self, low: torch.dtype) -> Mapping[Place, tuple[float, ...]]:
+        """Return by place V, S, L, and how many updates are lost, of how many; read from the device once."""
+        sums = self._found.get(low, {})
+        read = torch.stack(tuple(sums.values())).tolist() if sums else []
+        made = zip(sums, read, strict=True)
+        # S is not a number where a value that moves nothing leaves the range.
+        return {place: (v, *(s if math.isfinite(s) else 0.0 for s in more)) for place, (v, *more) in made}
+
+
+def coherent(moved: Sequence[Moved]) -> float:
+    """Return the mean square, over batches, by which lost updates move the loss beyond what they would as noise."""
+    batches: list[tuple[float, ...]] = list(zip(*(m.lost for m in moved), strict=True))
+    squares = [max(sum(lost) ** 2 - sum(e * e for e in lost), 0.0) for lost in batches]
+    return float(sum(squares)) / max(len(squares), 1)
+
+
+def _is_sum(site: Site) -> bool:
+    """Say whether a value is the sum of two low values; one that is written in place cannot be looked at later."""
+    operands = site.node.all_input_nodes
+    low = [o.meta["val"].dtype in LOW_DTYPES for o in operands if isinstance(o.meta.get("val"), Tensor)]
+    row = row_of(site.node)
+    return row.free_backward and "arithmetic" in row.in_norm and not site.part and low == [True, True]
+
+
+def _lost(total: Tensor, grad: Tensor, terms: Sequence[Tensor], unit: Tensor, low: torch.dtype) -> Tensor:
+    """Return L of a sum of two terms, how many of its updates are lost, and how many there are.
+
+    The update is the smaller term. `unit` is the power of two of the sum.
+    """
+    first, second = terms[0], total - terms[0]  # with its sign, and its factor alpha
+    update = torch.where(first.abs() < second.abs(), first, second)
+    lost = (update.abs() < unit * 2.0 ** (-BITS[low] - 1)) & (update != 0)
+    return torch.stack((-(update * grad * lost).sum(), lost.sum(), (update != 0).sum()))
+
+
+def moved_by(subject: Subject, name: str) -> Iterator[Moved]:
+    """Yield how each rounding of a policy moves the loss, over all batches of a diagnostic."""
+    steps = Unrounded(subject, [name])
+    for batch in subject.given.batches:
+        steps.run(name, batch)
+    yield from steps.moved(name)

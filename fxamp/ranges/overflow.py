@@ -1,0 +1,633 @@
+"""`fxamp.find_overflow`: the first op that makes inf or NaN of finite values, and what to run in FP32 against it.
+
+One step runs under a dispatch mode that looks at every value that is made, forward and backward. It knows the storages
+that hold a value that is not finite, and where each came from, so that the loss or the gradient names its origin: what
+is masked with -inf on purpose, or overflows where nobody reads it, is none.
+
+The cure is found by running the step again. A node whose value does not fit into FP16 runs in FP32 there and then, and
+so does each node that reads it, as long as values do not fit: one more step cures most overflows in forward. Where it
+does not, and in backward, a run with all nodes in FP32 shows which gradients do not fit, and whether any colouring can
+cure it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Interpreter, Node
+
+from passes._torch import OpOverload, own_schema, pytree
+from passes.contract.errors import PolicyError
+from passes.contract.plan import Decision
+from passes.contract.policy import Policy, dtype_name
+from passes.contract.public import public
+from passes.contract.reasons import Code
+from passes.graph.aliases import mutated_operands
+from passes.graph.bodies import Body
+from passes.graph.notes import is_inserted
+from passes.graph.values import LOW_DTYPES
+from passes.ops import ops
+
+from .._torch import current_autograd_node, storage_id
+from ..capture.graphs import runner_of
+from ..census.rows import Ledger, ledgers_of, where_of
+from ..convert import converted_in
+from ..diagnose.step import Batch, GivenStep, converted_by, given_step, watched_graphs
+from ..observe.emulation import is_fp32, raised
+from ..observe.snapshot import outside_of_regions
+from ..observe.tensors import dense
+from ..observe.watch import Part, Place, Ran, Watch, floats_in, gives_view
+from ..observe.workload import Loss
+from ..results import Result
+
+_RUNS = 6  # of the step, to find a cure
+_GIVEN = ("cast", "as_autocast")  # kinds of decisions that no override changes
+
+
+@dataclass(frozen=True)
+class Operand:
+    """What an op was given.
+
+    Attributes:
+        dtype: Its dtype.
+        shape: Its shape.
+        least: Its least value.
+        largest: Its largest value.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    least: float
+    largest: float
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)} in [{self.least:.3g}, {self.largest:.3g}]"
+
+
+@public
+@dataclass(frozen=True, repr=False)
+class Overflow(Result):
+    """The op that first made a value that is not finite, and from there the loss or a gradient is not.
+
+    Attributes:
+        where: The key of a node in the plan; for code outside of graphs the line or the module; for a value that was
+            not finite from the start, the name of the parameter, or "(inputs)".
+        kind: "inf" or "NaN".
+        backward: It happened in backward.
+        op: What was dispatched, such as "addmm"; "" for a value that was not finite from the start.
+        dtype: The dtype of its result.
+        source: The user's line, as "net.py:12: x = self.fc(x)".
+        operands: What the op was given.
+        scale: The loss scale.
+        fp32: The keys of the nodes to run in FP32, so that all values and gradients are finite; () if no colouring
+            cures it.
+        policy: The policy with these nodes in FP32, for `fxamp.convert` or `TrainStep.switch`; None without a cure.
+        largest_scale: The largest loss scale, a power of 2, at which gradients fit as it is; 0 if there is none.
+        why: Why nothing cures it; "" where something does.
+        what: What is cast, for a cast: the name of a parameter, or the op that made the value; else "".
+
+    Example:
+        >>> fxamp.find_overflow(converted, x, y, loss=nn.functional.cross_entropy) is None
+        True
+    """
+
+    where: str
+    kind: str
+    backward: bool
+    op: str
+    dtype: str
+    source: str
+    operands: tuple[Operand, ...]
+    scale: float
+    fp32: tuple[str, ...] = ()
+    policy: Policy | None = None
+    largest_scale: float = 0.0
+    why: str = ""
+    what: str = ""
+
+    def _text(self, style: str) -> str:
+        op = f"the cast of {self.what}" if self.what else self.op
+        made = f"{op} makes {self.kind} in {self.dtype}" if self.op else f"{self.kind} from the start"
+        line = f" ({self.source})" if self.source and self.source.partition(": ")[0] != self.where else ""
+        lines = [f"{self.where}{line}: {made}, in {'backward' if self.backward else 'forward'}"]
+        lines += [f"  operand {operand}" for operand in self.operands]
+        if self.largest_scale and self.largest_scale < self.scale:
+            lines.append(f"  a loss scale of at most {self.largest_scale:g} instead of {self.scale:g} cures it")
+        if self.fp32:
+            lines.append(f"  {len(self.fp32)} nodes in FP32 cure it: {', '.join(self.fp32[:8])}")
+        if not self.fp32 and not self.largest_scale:
+            lines.append(f"  no cure was found: {self.why}")
+        mark = "- " if style == "pipe" else "  "
+        return "\n".join([lines[0], *(f"{mark}{line.strip()}" for line in lines[1:])])
+
+    def _data(self) -> dict[str, Any]:
+        policy = None if self.policy is None else str(self.policy)
+        return {**asdict(replace(self, policy=None)), "policy": policy, "text": str(self)}
+
+    def __repr__(self) -> str:
+        phase = "backward" if self.backward else "forward"
+        return f"<fxamp overflow: {self.kind} at {self.where} in {phase}; {len(self.fp32)} nodes in FP32 cure it>"
+
+
+def find_overflow(
+    model_or_step: Any, inputs: Any = None, target: Any = None, *, kwargs: Mapping[str, Any] | None = None,
+    loss: Loss = None, batches: Iterable[Any] | None = None, policies: Policy | str | None = None,
+    scale: float | None = None,
+) -> Overflow | None:  # fmt: skip
+    """Run one step, and return the first op that makes inf or NaN of finite values; None if all ends finite.
+
+    It is the first one in the order of execution from which the loss, or else a gradient, is not finite. Infinities
+    that nothing comes of, such as a mask of -inf, are none. Everything is as before afterwards.
+
+    Args:
+        model_or_step: A view, a converted graph, a compiled or any other module, or a TrainStep.
+        inputs: A tensor or a tuple for `model(*inputs)`, or a mapping for `model(**inputs)`, with the shapes that the
+            model takes.
+        target: The second argument of the loss.
+        kwargs: Keyword inputs beside positional ones.
+        loss: A function of the output, or, with a target, of output and target. None takes the output's own loss. A
+            TrainStep brings its own.
+        batches: Inputs, or pairs (inputs, target), in the place of `inputs`; the first one that overflows counts.
+        policies: Convert the model by this policy first; of a module that nobody converted.
+        scale: The loss scale; None is that of the TrainStep, else 1.
+
+    Raises:
+        PolicyError: The scale is not positive and finite; there is no loss, or there are no inputs; a window of the
+            TrainStep is open.
+        CaptureError: The model is on the meta device.
+        NotAModuleError: It is neither a module nor a TrainStep.
+
+    Example:
+        >>> large = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        >>> _ = nn.init.constant_(large[0].weight, 1e3)
+        >>> view = fxamp.convert(large, policy="O1,dtype=fp16")
+        >>> found = fxamp.find_overflow(view, torch.full((4, 8), 100.0), loss=torch.mean)
+        >>> found.where, found.kind, found.fp32
+        ('0/linear#0', 'inf', ('0/linear#0', '1/linear#0'))
+        >>> view = fxamp.convert(large, policy=found.policy)
+        >>> fxamp.find_overflow(view, torch.full((4, 8), 100.0), loss=torch.mean) is None
+        True
+    """
+    given = converted_by(given_step(model_or_step, inputs, target, kwargs=kwargs, loss=loss, batches=batches), policies)
+    if given.step is not None and given.step.position:
+        raise PolicyError("a window of this TrainStep is open: call flush() first.")
+    scale = given.scale(scale)
+    return next((found for batch in given.batches if (found := overflow_of(given, batch, scale)) is not None), None)
+
+
+def overflow_of(given: GivenStep, batch: Batch, scale: float, *, cured: bool = True) -> Overflow | None:
+    """Run one batch with a loss scale; return the overflow, None if there is none. Its cure takes more runs."""
+    watch = _run(given, batch, scale)
+    first = watch.culprit()
+    if first is None:
+        return None
+    place = first.place
+    where = first.name or watch.where(place)
+    decision = watch.decision(place)
+    line = place.where if place.kind == "outside" else ""
+    found = Overflow(
+        where, first.kind, place.backward, first.op, first.dtype, line if decision is None else decision.source,
+        first.operands, scale, what=watch.what(place),
+    )  # fmt: skip
+    return _cured(found, given, batch, watch) if cured and not first.name and watch.graphs else found
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """Where a value that is not finite came from; with a name, it was so from the start."""
+
+    order: int
+    place: Place
+    op: str
+    kind: str
+    dtype: str
+    operands: tuple[Operand, ...] = ()
+    name: str = ""
+    masks: bool = False  # it holds -inf, and else what is finite
+
+    @property
+    def rank(self) -> tuple[bool, bool, int]:
+        """Of several that are read, the first is to blame: what may be a mask is so only where nothing else is."""
+        return self.masks, self.masks and bool(self.name), self.order
+
+
+_At = tuple[int, str]  # a node: the number of its graph, and its name
+_WRITTEN = _Origin(0, Place("own"), "", "inf", "", (), "(a number in the program)")
+
+
+class _Finite(Watch):
+    """Looks at each value that is made, and remembers where those that are not finite came from.
+
+    Each emitted graph runs node by node, whatever compiles it, and so do the bodies inside it.
+
+    Args:
+        model: whose modules are named.
+        forced: nodes that run in FP32.
+        heals: let a node run in FP32 whose value does not fit otherwise.
+
+    Attributes:
+        forced: as given, with those whose value did not fit.
+        peaks: the largest gradient that each node makes.
+    """
+
+    def __init__(self, model: nn.Module, forced: Iterable[_At] = (), *, heals: bool = False) -> None:
+        super().__init__(model, _run.__code__)
+        self.forced, self.heals = dict.fromkeys(forced), heals
+        self.peaks: dict[_At, float] = {}
+        self._ledgers: tuple[Ledger, ...] = ()
+        self._origins: list[_Origin] = []
+        self._bad: dict[int, _Origin | None] = {}  # by storage; None: the program wrote an inf
+        self._ends: list[Tensor] = []
+        self._handed: dict[int, tuple[Any, _At]] = {}  # what graphs have returned, and by which node
+        self._crossed: dict[_At, _At] = {}  # inputs of graphs that another one has returned
+
+    def given(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Look at values that are there from the start."""
+        for name, t in named:
+            if t.is_floating_point() and (kind := _kind(held := _range(t))):
+                origin = self._origin(Place("own"), "", kind, dtype_name(t.dtype), (), name, _masks(held))
+                self._bad[storage_id(t)] = origin
+
+    def ends(self, tensors: Sequence[Tensor]) -> None:
+        """Take those of the loss, or of the gradients, that are not finite, unless the loss was taken."""
+        self._ends = self._ends or [t for t in tensors if _kind(_range(t))]
+
+    def culprit(self) -> _Origin | None:
+        """Return the first origin of the loss, or else of the gradients; None if all are finite."""
+        if not self._ends:
+            return None
+        known = [o for t in self._ends if (o := self._bad.get(storage_id(t))) is not None]
+        return min(known or self._origins, key=lambda o: o.rank, default=_WRITTEN)
+
+    @property
+    def policy(self) -> Policy:
+        """The policy of the graphs that ran."""
+        found: Policy = self.graphs[0].known.plan.policy
+        return found
+
+    def where(self, place: Place) -> str:
+        """Return how a place is called."""
+        if place.kind == "node":
+            return where_of(place, ledgers_of(self))
+        return "(loss)" if place.kind == "own" else place.where or where_of(place, ())
+
+    def decision(self, place: Place) -> Decision | None:
+        """Return what was decided on the node of a place."""
+        if place.kind != "node":
+            return None
+        ledger = self.ledger(place.graph)
+        return ledger.decisions.get(ledger.key(place.where))
+
+    def what(self, place: Place) -> str:
+        """Return what the cast at a place casts: the name of a parameter, else the op that made it; "" for no cast."""
+        node = self._node((place.graph, place.where)) if place.kind == "node" else None
+        if node is None or not is_inserted(node):
+            return ""
+        while is_inserted(node):
+            node = node.all_input_nodes[0]
+        known = self.graphs[place.graph].known
+        inputs = [n for n in node.graph.nodes if n.op == "placeholder"]
+        at = inputs.index(node) if node in inputs else -1
+        return ops.name(node) if node.op.startswith("call") else str(known.names.get(at, "")) or str(node.target)
+
+    def may_be_fp32(self, at: _At) -> bool:
+        """Say whether a node runs low, and an override can keep it in FP32."""
+        found = self.decision(Place("node", at[1], at[0]))
+        if found is None or found.colour not in _LOW or found.kind in _GIVEN or found.code == Code.MUTATED.value:
+            return False
+        return not mutated_operands(self._node(at))
+
+    def blamed(self, at: _At) -> list[_At]:
+        """Return the nodes to run in FP32 for a value or gradient that does not fit at a node: it, or what it reads."""
+        if self.may_be_fp32(at) and at not in self.forced and not is_inserted(self._node(at)):
+            return [at]
+        found, waiting, seen = list[_At](), self._operands(at), set[_At]()
+        while waiting:
+            held = self._crossed.get(one := waiting.pop(), one)
+            if held in seen or not self._node(held).op.startswith("call"):
+                continue
+            seen.add(held)
+            if not is_inserted(self._node(held)) and self.may_be_fp32(held) and held not in self.forced:
+                found.append(held)
+            else:
+                waiting += self._operands(held)
+        return found
+
+    def _operands(self, at: _At) -> list[_At]:
+        return [(at[0], n.name) for n in self._node(at).all_input_nodes]
+
+    def follows(self, at: _At) -> bool:
+        """Say whether a node has the dtype of a value that is written in place, its own or one that it is a view of."""
+        found, node = self.decision(Place("node", at[1], at[0])), self._node(at)
+        return bool(mutated_operands(node)) or (found is not None and found.code == Code.MUTATED.value)
+
+    def reads_low(self, at: _At) -> bool:
+        """Say whether a node runs low, or reads a value that is low before casts of fxamp."""
+        node = self._node(at)
+        read = [m for n in node.all_input_nodes for m in ((n, *n.all_input_nodes) if is_inserted(n) else (n,))]
+        return any(map(_is_low, (node, *read)))
+
+    def low_nodes(self) -> list[_At]:
+        """Return all nodes that could run in FP32 instead."""
+        every = [(at, n) for at, ran in enumerate(self.graphs) for n in ran.graph.graph.nodes]
+        named = [(at, n.name) for at, n in every if n.op.startswith("call") and not is_inserted(n)]
+        return [at for at in named if self.may_be_fp32(at)]
+
+    def _node(self, at: _At) -> Node:
+        return self.ledger(at[0]).emitted[at[1]]
+
+    def _origin(self, *told: Any) -> _Origin:
+        made = _Origin(len(self._origins), *told)
+        self._origins.append(made)
+        return made
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        named = kwargs or {}
+        written = floats_in((args, named)) if _writes(func) else []
+        before = {id(t): _range(t) for t in written}
+        out = func(*args, **named)
+        # Every op of the forward is given a place, for its backward; where that is, is only asked if it matters.
+        later = not self.heals and self._place is None and current_autograd_node() is not None
+        place = None if later else self._here()
+        if gives_view(func):
+            return out
+        made = [out] if isinstance(out, Tensor) else floats_in(out)
+        if "empty" in func.__name__:  # nothing is in it yet
+            for t in made:
+                self._bad.pop(storage_id(t), None)
+            return out
+        for t in {id(t): t for t in (*made, *written)}.values() if written else made:
+            if not t.is_floating_point() and not t.is_complex():
+                continue
+            kind = _kind(held := _range(t))
+            if kind:
+                self._trace(place or self._here(), func, t, held, (args, named), before)
+            else:
+                self._passed(place, t, max(-held[0], held[1]))
+        return out
+
+    def _passed(self, place: Place | None, t: Tensor, peak: float) -> None:
+        """Note a value that is finite."""
+        if place is not None and place.backward and place.kind == "node":
+            at = (place.graph, place.where)
+            self.peaks[at] = max(self.peaks.get(at, 0.0), peak)
+        if self._bad and (
+            t.layout is not torch.strided or t.numel() * t.element_size() == t.untyped_storage().nbytes()
+        ):
+            self._bad.pop(storage_id(t), None)
+
+    def _trace(self, place: Place, func: Any, t: Tensor, found: Any, told: Any, before: Mapping[int, Any]) -> None:
+        """Note where a value comes from that is not finite: from an operand, from a number, or from this op."""
+        kind, given = _kind(found), [(g, before.get(id(g)) or _range(g)) for g in floats_in(told)]
+        kinds = [(g, k) for g, held in given if (k := _kind(held))]
+        known = [o for g, _ in kinds if (o := self._bad.get(storage_id(g))) is not None]
+        written = any(isinstance(v, float) and not math.isfinite(v) for v in pytree.tree_leaves(told))
+        if known:
+            self._bad[storage_id(t)] = min(known, key=lambda o: o.rank)
+        elif (kinds or written) and (kind == "inf" or any(k == "NaN" for _, k in kinds)):
+            self._bad[storage_id(t)] = None
+        else:
+            operands = tuple(Operand(dtype_name(g.dtype), tuple(g.shape), *held) for g, held in given)
+            name = func.overloadpacket.__name__ if isinstance(func, OpOverload) else str(func)
+            self._bad[storage_id(t)] = self._origin(place, name, kind, dtype_name(t.dtype), operands, "", _masks(found))
+
+    def ledger(self, at: int) -> Ledger:
+        """Return a graph that ran, beside its decisions."""
+        if len(self._ledgers) <= at:
+            self._ledgers = ledgers_of(self)
+        return self._ledgers[at]
+
+    def run(
+        self, parts: Sequence[Part], graph: GraphModule, by: str, run: Any, args: tuple[Any, ...], compile: Any = None
+    ) -> Any:
+        """Run a graph as it was emitted, even if a compiler has made something else of it."""
+        before, at = self._place, self._enter(parts[0].known)
+        ran = self.graphs[at].graph.graph
+        for n, value in zip(ran.find_nodes(op="placeholder"), args, strict=False):
+            if id(value) in self._handed:  # from a graph before a break
+                self._crossed[at, n.name] = self._handed[id(value)][1]
+        try:
+            outputs = _Nodes(self, at).run(*args, enable_io_processing=False)
+            for n, value in zip(ran.output_node().all_input_nodes, _distinct(ran, outputs), strict=False):
+                self._handed[id(value)] = value, (at, n.name)
+            return outputs
+        finally:
+            self._place = before
+
+    def _enter(self, converted: Any) -> int:
+        """Return the number of a graph here; the graphs inside it follow, in the order of the plan."""
+        known = next((at for at, ran in enumerate(self.graphs) if ran.graph is converted.emitted), None)
+        if known is not None:
+            return known
+        first, plan = len(self.graphs), converted.plan
+        for i, graph in enumerate(_all_graphs(converted.emitted)):
+            known = replace(converted, emitted=graph, plan=plan.from_graph(i))
+            self.graphs.append(Ran(known, graph, "", Part(known)))
+        return first
+
+    def node(self, nodes: _Nodes, n: Node) -> Any:
+        """Run a node; where values shall fit, in FP32 if its value or an operand does not fit into its low dtype."""
+        if not self.heals:
+            return nodes.value_of(n)
+        operands = [nodes.env[o] for o in n.all_input_nodes]
+        if is_inserted(n):
+            made = nodes.value_of(n)
+            return operands[0] if _overflows(made, operands[0]) else made
+        args, kwargs = torch.fx.map_arg((n.args, n.kwargs), lambda o: _planned(o, nodes.env[o]))
+        at = (nodes.at, n.name)
+        if self.follows(at) and any(_is_low(o) and is_fp32(nodes.env[o]) for o in n.all_input_nodes):
+            return nodes.call(n, *pytree.tree_map(raised, torch.fx.map_arg((n.args, n.kwargs), nodes.before_casts)))
+        if not self.may_be_fp32(at):
+            return nodes.call(n, args, kwargs) if _is_low(n) else nodes.value_of(n)
+        if at not in self.forced:
+            made = nodes.call(n, args, kwargs)
+            if not _overflows(made, operands):
+                return made
+            self.forced[at] = None
+        # FP32 throughout: its operands as they were before casts of fxamp, and those that are low upcast
+        return nodes.call(n, *pytree.tree_map(raised, torch.fx.map_arg((n.args, n.kwargs), nodes.before_casts)))
+
+
+class _Nodes(Interpreter):
+    """Runs the graph of a number in a watch, which chooses how each node runs."""
+
+    def __init__(self, watch: _Finite, at: int) -> None:
+        super().__init__(watch.graphs[at].graph, garbage_collect_values=not watch.heals)
+        self.watch, self.at = watch, at
+        inside = Body(watch.graphs[at].graph, None).bodies()
+        self._entered = {n: held[0] for n, held in inside.items() if held[0].first is not None}
+
+    def run_node(self, n: Node) -> Any:
+        """Run a call by the watch, and anything else as it is."""
+        if not n.op.startswith("call"):
+            return super().run_node(n)
+        if n in self._entered:  # a checkpoint: its body runs here, once
+            body = self._entered[n]
+            inside = next(at for at, ran in enumerate(self.watch.graphs) if ran.graph is body.module)
+            args, _ = self.fetch_args_kwargs_from_env(n)
+            return _Nodes(self.watch, inside).run(*args[body.first :], enable_io_processing=False)
+        self.watch._place = Place("node", n.name, self.at)
+        return self.watch.node(self, n)
+
+    def before_casts(self, n: Node) -> Any:
+        """Return a value that has been computed, as it was before casts of fxamp."""
+        while is_inserted(n):
+            n = n.all_input_nodes[0]
+        return self.env[n]
+
+    def call(self, n: Node, args: Any, kwargs: Any) -> Any:
+        """Run a call on other operands."""
+        return getattr(self, n.op)(n.target, args, kwargs)
+
+    def value_of(self, n: Node) -> Any:
+        """Run a call, and return its value."""
+        return super().run_node(n)
+
+
+def _distinct(graph: Graph, outputs: Any) -> list[Any]:
+    """Return the values of the nodes that a graph returns, in the order in which its output names them."""
+    named: dict[Node, Any] = {}
+    leaves = zip(pytree.tree_leaves(graph.output_node().args[0]), pytree.tree_leaves(outputs), strict=True)
+    for node, value in leaves:
+        if isinstance(node, Node):
+            named.setdefault(node, value)
+    return [named[n] for n in graph.output_node().all_input_nodes]
+
+
+def _all_graphs(graph: GraphModule) -> list[GraphModule]:
+    """Return a graph and those inside it, each once, in the order in which the compiler decides on them."""
+    found, waiting = list[GraphModule](), [graph]
+    while waiting:
+        one = waiting.pop()
+        if one not in found:
+            found.append(one)
+            waiting += reversed([b.module for held in Body(one, None).bodies().values() for b in held])
+    return found
+
+
+def _run(given: GivenStep, batch: Batch, scale: float, forced: Iterable[_At] = (), *, heals: bool = False) -> _Finite:
+    """Run forward and backward of one batch under a watch."""
+    model = given.model
+    watch = _Finite(model, forced, heals=heals)
+    inputs = [("(inputs)", t) for t in pytree.tree_leaves(batch) if isinstance(t, Tensor)]
+    watch.given((*model.named_parameters(), *model.named_buffers(), *inputs))
+    scale /= 1 if given.step is None else given.step.accumulate_steps
+    parts = [part for _, part in converted_in(model)]
+    with (
+        torch.inference_mode(False), given.as_before(model), watched_graphs(parts), torch.enable_grad(),
+        warnings.catch_warnings(),
+    ):  # fmt: skip
+        warnings.filterwarnings("ignore", "FP16 gradients without a loss scale")  # the scale is known here
+        with watch:
+            _, loss = given.run(model, batch)
+            if loss.requires_grad:
+                with outside_of_regions():
+                    (loss * scale).backward()
+        watch.ends([loss])
+        watch.ends([p.grad for p in model.parameters() if p.grad is not None])
+    return watch
+
+
+def _cured(found: Overflow, given: GivenStep, batch: Batch, seen: _Finite) -> Overflow:
+    """Return an overflow with the nodes that have to run in FP32, and with the loss scale that fits."""
+    run = functools.partial(_run, given, batch, heals=True)
+    watch = seen if found.backward else run(found.scale)
+    if watch.culprit() is None:
+        return _with_policy(found, watch)
+    whole = run(found.scale, seen.low_nodes())
+    most = float(torch.finfo(seen.policy.dtype or torch.float16).max)
+    large = {at: peak for at, peak in whole.peaks.items() if peak > most and whole.reads_low(at)}
+    cast = [max(-o.least, o.largest) for o in found.operands if found.op == "_to_copy"]
+    peak = max((*large.values(), *cast), default=0.0)
+    if found.backward and most < peak < math.inf:
+        fits = 2.0 ** math.floor(math.log2(most * found.scale / peak))
+        found = replace(found, largest_scale=fits if _run(given, batch, fits).culprit() is None else 0.0)
+    if whole.culprit() is not None:
+        return replace(found, why=_why_not(found, given, batch, whole))
+    for _ in range(_RUNS):
+        origin = watch.culprit()
+        if origin is None:
+            return _with_policy(found, watch)
+        here = [(origin.place.graph, origin.place.where)] if origin.place.kind == "node" else []
+        more = [at for at in large if origin.place.backward and watch.may_be_fp32(at) and at not in watch.forced]
+        more = more or [at for one in here for at in watch.blamed(one)]
+        if not more:
+            break
+        watch = run(found.scale, [*watch.forced, *more])
+    return replace(found, why="with all nodes in FP32 it is finite, and no fewer were found that are enough")
+
+
+def _why_not(found: Overflow, given: GivenStep, batch: Batch, whole: _Finite) -> str:
+    """Return why a run with all nodes in FP32 is not finite either."""
+    runner = runner_of(given.model)
+    plain = None if runner is None else _run(replace(given, model=runner.model), batch, found.scale).culprit()
+    if plain is not None:
+        return f"the model itself is not finite in FP32, first at {plain.name or plain.place.where or plain.op}"
+    last = whole.culprit()
+    if last is not None and last.place.kind != "node":
+        return f"it runs outside of all graphs, at {last.place.where or whole.where(last.place)}"
+    return "what is not finite has no colour of its own: it is written in place, or inside an op with a body"
+
+
+def _with_policy(found: Overflow, watch: _Finite) -> Overflow:
+    fp32 = tuple(dict.fromkeys(watch.ledger(at).key(name) for at, name in watch.forced))
+    ops = tuple({**dict(watch.policy.ops), **dict.fromkeys(fp32, "fp32")}.items())
+    return replace(found, fp32=fp32, policy=replace(watch.policy, ops=ops))
+
+
+_LOW = tuple(map(dtype_name, LOW_DTYPES))
+
+
+def _range(t: Tensor) -> tuple[float, float]:
+    """Return the least and the largest value of a tensor, NaN if it holds one; (0, 0) if it holds none."""
+    if t.layout is not torch.strided:
+        t = t.coalesce().values() if t.layout is torch.sparse_coo else dense(t)
+    t = torch.view_as_real(t.detach()) if t.is_complex() else t.detach()
+    if not t.numel() or t.is_meta or t.element_size() < 2:
+        return 0.0, 0.0
+    least, largest = torch.stack(torch.aminmax(t)).tolist()  # both are read from the device at once
+    return least, largest
+
+
+def _kind(held: tuple[float, float]) -> str:
+    """Return "inf" or "NaN" for a range that is not finite, else ""."""
+    if math.isnan(held[0]) or math.isnan(held[1]):
+        return "NaN"
+    return "" if math.isfinite(held[0]) and math.isfinite(held[1]) else "inf"
+
+
+def _masks(held: tuple[float, float]) -> bool:
+    """Say whether a range is that of a mask of -inf."""
+    return held[0] == -math.inf and held[1] < math.inf
+
+
+def _overflows(made: Any, given: Any) -> bool:
+    """Say whether a value is not finite, while all that it was made of is."""
+    return any(_kind(_range(t)) for t in floats_in(made)) and not any(_kind(_range(t)) for t in floats_in(given))
+
+
+def _planned(n: Node, value: Any) -> Any:
+    """Return the value of a node in the low dtype that is planned for it, if it was kept in FP32."""
+    if not isinstance(value, Tensor) or value.dtype != torch.float32 or not _is_low(n):
+        return value
+    return value.to(n.meta["val"].dtype)
+
+
+def _is_low(n: Node) -> bool:
+    """Say whether the planned value of a node is one low tensor."""
+    planned = n.meta.get("val", n.meta.get("example_value"))
+    return isinstance(planned, Tensor) and planned.dtype in LOW_DTYPES
+
+
+@functools.cache
+def _writes(func: Any) -> bool:
+    return isinstance(func, OpOverload) and own_schema(func).is_mutable
