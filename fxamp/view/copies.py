@@ -308,8 +308,8 @@ class Opened:
 class Lifted(NamedTuple):
     """A cast of a parameter that is an input of the graph: which input the parameter is, and as `Copies.of` has it.
 
-    `grad` says that the graph reads it where gradients are on, and `shared` that autocast has it in its cache: what it
-    casts of a view of a parameter it does not.
+    `grad` says that the graph reads it where gradients are on, and `shared` that other graphs may read it too, as from
+    autocast's cache: not what is cast of a view of a parameter, nor where the graph casts a parameter repeatedly.
     """
 
     place: int
@@ -338,7 +338,8 @@ def weight_casts(graph: Graph, kept: Mapping[int, Any], *, sums_inside: bool = F
         leaves = any(user.op == "output" or node in mutated_operands(user) for user in node.users)
         if not leaves and len(others) < 2 and not aliases.epoch(master, node):
             dtype: Any = node.args[1]
-            shared = all(viewed(user) is None for user in node.users)
+            once = sum(cast.args[:2] == node.args[:2] for cast in casts) == 1
+            shared = once and all(viewed(user) is None for user in node.users)
             yield node, Lifted(at[master], dtype, node.target is cast_weight, node in on, shared)
 
 

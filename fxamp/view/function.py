@@ -158,7 +158,7 @@ class Function:
         if hooks := _global_hooks():
             self.stale = lambda: _global_hooks() != hooks
         gm, examples, more = self._lifted(gm, inputs, model, whole)
-        graph = replace(graph, written=() if more is None else _parameters_written(graph))
+        graph = replace(graph, written=() if whole else _parameters_written(graph))
         started = time.perf_counter()
         by, run, again = self._inner(gm, examples)
         graph = replace(graph, seconds=time.perf_counter() - started, kept=None if by == "eager" else Kept(by))

@@ -352,7 +352,7 @@ class Runner:
         """Give outputs their original dtypes where no graph does: in fields of a dataclass, and outside of graphs."""
         if (
             (type(outputs) is Tensor and outputs.dtype is torch.float32)
-            or call.does != "run"
+            or call.does not in ("run", "capture")
             or not self.graphs.restores
         ):
             return outputs

@@ -300,3 +300,16 @@ def test_a_model_with_recomputed_weights_is_copied() -> None:
     plan = fxamp.plan(model, (X,), policy="O1,dtype=bf16")
     assert plan.complete
     assert {d.module_path for d in plan.decisions} >= {"l", "m"}
+
+
+def test_a_call_adds_nothing_to_what_the_plan_says() -> None:
+    def forward(self: Any, x: Tensor) -> Any:
+        h = self.l(x).bfloat16()
+        chosen = h[x > 0]
+        h = h * 2
+        return chosen, h.detach(), self.m(h.float())
+
+    view = fxamp.convert(Two(forward), (X,), policy="O1,dtype=bf16")
+    plan = fxamp.plan_of(view)
+    view(X)
+    assert fxamp.plan_of(view) == plan
