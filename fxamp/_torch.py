@@ -11,6 +11,7 @@ import contextlib
 import functools
 import importlib
 import inspect
+import itertools
 import logging
 import operator
 import re
@@ -80,6 +81,25 @@ def forget_compiled(code: CodeType) -> None:
 def dynamo_stance() -> str:
     """Return the stance that `torch.compiler.set_stance` has set: "default", "force_eager" and others."""
     return str(torch._dynamo.eval_frame._stance.stance)
+
+
+_registered = itertools.count()
+_seen: list[int] = []
+
+
+@functools.cache
+def _count_registrations() -> None:
+    def registered(module: Any, name: str, value: Any) -> None:
+        _seen[:] = [next(_registered)]
+
+    torch.nn.modules.module.register_module_module_registration_hook(registered)
+    torch.nn.modules.module.register_module_parameter_registration_hook(registered)
+
+
+def registrations() -> int:
+    """Return a number that changes where a module or a parameter is registered anywhere; counting begins here."""
+    _count_registrations()
+    return _seen[0] if _seen else -1
 
 
 def number_of_hooks() -> int:
@@ -459,6 +479,14 @@ def communication_states(replica: DistributedDataParallel) -> list[Any]:
 def store_of_ranks() -> Any:
     """Return the store through which the ranks of this job have met: keys and values that each of them can read."""
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+def reduces_gradients(module: torch.nn.Module) -> bool:
+    """Say whether a backward reduces the gradients of a module that FSDP2 shards: `set_requires_gradient_sync`."""
+    sharded: Any = module
+    state = sharded._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return all(group is None or group.reduce_grads for group in groups)
 
 
 def gathering(module: nn.Module) -> tuple[torch.dtype | None, bool]:

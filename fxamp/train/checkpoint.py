@@ -27,6 +27,7 @@ MAY_DIFFER = ("policy", "max_grad_norm", "accumulate_steps")  # where it is allo
 
 def state_of(step: TrainState) -> dict[str, Any]:
     """Return the state of a step, of plain values and tensors."""
+    step.refuse_torn()
     window = step.opened or Window(step.scaler)
     return {
         **course_of(step),
@@ -109,7 +110,7 @@ def load_course(
                 switch_back(step.model, step.policies)
             step.compile_anew()
     step.close_window()
-    step.windows, step.aborted = counts["windows"], ""
+    step.windows, step.torn = counts["windows"], False
     step.tallies = {name: Tally(counts[name]) for name in ("steps", "skipped")}
     step.skips_in_a_row = Tally(counts["skips_in_a_row"], in_a_row=True)
     step.switches, step.switched_plan = switches, plan

@@ -27,6 +27,7 @@ from .._torch import is_sharded
 from ..capture.graph import Graph
 from ..observe import workload
 from ..view.copies import Lifted, lift, with_copies
+from ..view.hooks import HookWatch
 from ..view.runner import Runner
 from ..view.traced import convert_views, traced
 from ..view.view import is_view, runner_of
@@ -97,6 +98,7 @@ class CompiledStep:
         self._traced: dict[tuple[Runner, str, bool], Callable[..., Any]] = {}
         self._inlined: list[Runner] = []  # in the present call
         self._graphs: list[Graph] = []  # the graphs of views that were captured here
+        self._hooks = HookWatch(model)
 
     @property
     def cuda_graph(self) -> str:
@@ -130,6 +132,8 @@ class CompiledStep:
         """Return loss and output of a micro-batch, as `fxamp.train.window.loss_of` does; None for no output."""
         if self.settings.captures:
             torch.compiler.cudagraph_mark_step_begin()
+        if self._hooks.moved():  # of which torch's guards on a model without hooks see nothing
+            self.loss.forget()
         with self._inlining(inputs, loss_fn):
             returned = self.loss(self._model, loss_fn, inputs, target)
         if self.output is None:

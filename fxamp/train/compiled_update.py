@@ -97,6 +97,7 @@ class CompiledUpdate:
         stepped = [live([o]) for o in optimizers]
         states = [state_of(o) for o in optimizers]
         inverse = scaler._inverse_scale() if scaler.is_enabled() else None
+        end.begins()
         try:
             with self._rates_as_tensors(optimizers), torch.no_grad():
                 founds, norm = self.region(

@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 from passes.contract.errors import PolicyError
 from passes.contract.policy import Policy, nearest
 
-from .._torch import compile_records, inner_backend
+from .._torch import compile_records, forget_compiled, inner_backend
 from ..capture import backend as capture
 from ..capture.graph import break_of
 from ..capture.graphs import is_compiled
@@ -168,7 +168,12 @@ class Region:
         # Dynamo keeps what it compiles by code object: two steps would compete for one limit of recompiles.
         own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
         how = {"dynamic": settings.dynamic, "fullgraph": settings.fullgraph, **given}
+        self._code = own.__code__
         self._run = torch.compile(own, backend=compiler, **how)
+
+    def forget(self) -> None:
+        """Compile anew at the next call."""
+        forget_compiled(self._code)
 
     def __call__(self, *args: Any) -> Any:
         """Run the function, compiled. An error of the backend gets a note with a way out."""

@@ -32,6 +32,11 @@ def describe(step: TrainState) -> tuple[tuple[str, str], ...]:
         rows.append(("ranks", f"{step.ranks.replicated} ranks exchange gradients once a window"))
     elif step.ranks.spread:
         rows.append(("ranks", "parameters are sharded over several ranks, which agree on whether to step"))
+    if step.ranks.late:
+        size = sum(4 * p.numel() for p in step.model.parameters() if p.requires_grad)
+        rows.append(
+            ("reduced", f"once a window, for which each rank keeps {size:,} bytes of gradients of the whole model")
+        )
     if step.on_overflow == "skip_microbatch":
         rows.append(("on overflow", "skip_microbatch, which keeps one more set of gradients"))
     skipped = [event for event in scaler.history if event.skipped]

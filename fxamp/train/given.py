@@ -23,6 +23,13 @@ from .update import needs_closure
 from .window import parameters
 
 
+def require_one_of(name: str, value: object, values: Sequence[object]) -> None:
+    """Raise a PolicyError unless a value is one of some, of their type."""
+    if not any(type(value) is type(one) and value == one for one in values):
+        listed = " or ".join(str(one) if isinstance(one, bool) else f'"{one}"' for one in values)
+        raise PolicyError(f"{name} must be {listed}, got {value!r}")
+
+
 def low_dtype_of(model: nn.Module) -> torch.dtype | None:
     """Find the low dtype that `model`, or a part of it, was converted to; FP16 if both occur."""
     policies = policies_of(model)

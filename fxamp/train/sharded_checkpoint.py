@@ -46,18 +46,14 @@ def save_checkpoint(step: TrainState, folder: str | os.PathLike[str], *, group: 
         group: The process group of the ranks that train; None for all ranks.
 
     Raises:
-        PolicyError: The step is within a window, whose gradients belong to this rank only; its last window was left by
-            an error; the folder holds a checkpoint already; or an optimizer or scheduler keeps an object in its state
-            that is neither a tensor nor a plain value, which `load_checkpoint` would refuse.
+        PolicyError: The step is within a window, whose gradients belong to this rank only; its last window was left
+            while its optimizers stepped; the folder holds a checkpoint already; or an optimizer or scheduler keeps an
+            object in its state that is neither a tensor nor a plain value, which `load_checkpoint` would refuse.
 
     Example:
         >>> fxamp.save_checkpoint(step, "checkpoints/1")
     """
-    if step.aborted:
-        raise PolicyError(
-            f"the last window of this step did not come to its end: {step.aborted}. Finish another window, or load a "
-            "checkpoint, before you save one"
-        )
+    step.refuse_torn()
     if os.path.exists(os.path.join(os.fspath(folder), ".metadata")):
         raise PolicyError(f"'{os.fspath(folder)}' holds a checkpoint already: give each checkpoint a folder of its own")
     if step.position:

@@ -21,6 +21,7 @@ from passes.contract.devices import DEVICES
 from passes.contract.errors import PolicyError
 from passes.contract.plan import Plan
 
+from .._torch import registrations
 from ..capture.graphs import is_compiled
 from ..errors import NotAModuleError
 from ..trust.census.census import CallCensus
@@ -38,7 +39,6 @@ from .window import ByHand, KeptMicroBatches, LossFunction, Window, live, parame
 
 logger = logging.getLogger("fxamp")
 
-_LOOKS = 500  # windows between two looks for parameters that no optimizer trains: a walk costs as much as a step
 _LENGTHS = ("step_size", "T_max", "T_0")  # after which a scheduler changes the rate, or begins again
 _EPOCHS = (10, 300)  # as many steps as runs have epochs
 
@@ -50,7 +50,7 @@ class TrainState:
         low_dtype: The low dtype of the model, None if there is none or it is not known yet.
         undecided: Whether the scaler is chosen only when the model is captured.
         pending_scaler: A state of the scaler that was loaded before that.
-        aborted: Why the last window did not come to its end; "" if it did.
+        torn: The last window was left while its optimizers stepped.
     """
 
     def __init__(
@@ -74,11 +74,12 @@ class TrainState:
         compile: bool | str | Mapping[str, Any] = False,
         cuda_graph: bool = False,
         output: Literal["low", "full"] | None = None,
+        reduce: Literal["micro_batch", "window"] = "micro_batch",
     ) -> None:
-        if on_overflow not in ("skip_window", "skip_microbatch"):
-            raise PolicyError(f'on_overflow must be "skip_window" or "skip_microbatch", got {on_overflow!r}')
-        if on_collapse not in ("raise", "recolour"):
-            raise PolicyError(f'on_collapse must be "raise" or "recolour", got {on_collapse!r}')
+        given.require_one_of("on_overflow", on_overflow, ("skip_window", "skip_microbatch"))
+        given.require_one_of("on_collapse", on_collapse, ("raise", "recolour"))
+        given.require_one_of("reduce", reduce, ("micro_batch", "window"))
+        given.require_one_of("check_finite", check_finite, (True, False))
         if not isinstance(model, nn.Module):
             raise NotAModuleError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if loss_fn is not None and (not callable(loss_fn) or isinstance(loss_fn, Optimizer)):
@@ -87,8 +88,6 @@ class TrainState:
             raise PolicyError(f"on_gradients must be callable, got {type(on_gradients).__name__}")
         require_count("accumulate_steps", accumulate_steps)
         require_count("max_skips", max_skips)
-        if not isinstance(check_finite, bool):
-            raise PolicyError(f"check_finite must be True or False, got {check_finite!r}")
         if max_grad_norm is not None:
             require_number("max_grad_norm", max_grad_norm, "a number greater than 0, or None", lambda x: x > 0)
 
@@ -112,8 +111,8 @@ class TrainState:
         if settings is not None:
             model = model_to_compile(model, settings)
         self.model = model
-        self.ranks = Ranks(model, self.optimizers)
         refuse_unfit_model(model, weights)
+        self.ranks = Ranks(model, self.optimizers, reduce)
         if weights == "auto" and settings is not None and self.ranks.replicated > 1:
             weights = "per_use"
         self.weights = WeightCasts(model, weights, accumulate_steps)
@@ -125,7 +124,7 @@ class TrainState:
         compiles = any(is_compiled(module) for module in model.modules())
         self.undecided = isinstance(scaler, str) and self.low_dtype is None and compiles
         self.pending_scaler: Mapping[str, Any] | None = None
-        self.windows, self.aborted = 0, ""
+        self.windows, self.torn = 0, False
         self.opened: Window | None = None
         self.switches: tuple[tuple[int, str], ...] = ()
         self.switched_plan: Plan | None = None
@@ -242,22 +241,35 @@ class TrainState:
             )
         self.said.add("fp32")
 
-    def open_window(self, scale: float | None = None) -> Window:
-        """Open a window with a scale of its own, or return the one that is open; a scale other than its is refused."""
-        if scale is not None:
-            require_scale("scale", scale)
+    def refuse_torn(self) -> None:
+        """Raise PolicyError for what would go on from half a step."""
+        if self.torn:
+            raise PolicyError(
+                "the last window was left while its optimizers stepped, by an error or an interrupt, so that weights "
+                "and states of optimizers may be those of half a step: load a state, by step.load, step.load_state_dict"
+                " or fxamp.load_checkpoint"
+            )
+
+    def check_scale(self, scale: float | None) -> None:
+        """Refuse a scale that no window could be opened with, or that the open one does not have."""
+        self.refuse_torn()
+        if scale is None:
+            return
+        require_scale("scale", scale)
         window = self.opened
-        if window is not None and scale is not None and scale != window.given_scale:
+        if window is not None and scale != window.given_scale:
             raise PolicyError(
                 f"scale={scale!r} within a window that began with {window.given_scale or 'the scale of the scaler'}: "
                 "the gradients of a window add up, so they need the same scale. Change it at the start of a window."
             )
-        if window is not None:
-            return window
+
+    def open_window(self, scale: float | None = None) -> Window:
+        """Open a window with a scale of its own, or return the one that is open."""
+        if self.opened is not None:
+            return self.opened
         self._clear_stale()
         scaler = self.scaler if scale is None else LossScaler(init_scale=scale, dynamic=False)
         kept = KeptMicroBatches(self.optimizers) if self.on_overflow == "skip_microbatch" else None
-        self.opened = Window(scaler, scale, kept)
         if self.low_dtype == torch.float16 and not scaler.is_enabled() and "unscaled" not in self.said:
             self.said.add("unscaled")
             warnings.warn(
@@ -265,15 +277,16 @@ class TrainState:
                 'Leave scaler at "auto", or give a LossScaler.',
                 stacklevel=4,
             )
+        self.opened = Window(scaler, scale, kept)
         return self.opened
 
     def close_window(self) -> None:
-        """Leave the window that is open, without a step; do nothing if none is."""
+        """Leave the window that is open, without a step, if one is; what was cut off can be repeated."""
         self.weights.end()
         if self.opened is not None:
             self.opened.scaler._forget_step()
-            self.opened = None
             self.by_hand.after_window(self.schedulers, self._clear(in_place=self.in_place))
+            self.opened = None
 
     def _clear(self, *, in_place: bool) -> list[Tensor]:
         """Clear the gradients of model, loss and optimizers; return the parameters of optimizers that had one."""
@@ -283,7 +296,7 @@ class TrainState:
                 p.grad.detach_().zero_()
             else:
                 p.grad = None
-        if self.windows % _LOOKS == 1:
+        if self._registered != registrations():
             self._look_for_untrained()
         for p in self._untrained:
             if p.grad is not None:
@@ -292,6 +305,7 @@ class TrainState:
 
     def _look_for_untrained(self) -> None:
         """Find the parameters of the model, and of a loss that is a module, that are in no optimizer."""
+        self._registered = registrations()
         held = {id(p) for optimizer in self.optimizers for p in parameters(optimizer)}
         modules = [self.model, self.loss_fn] if isinstance(self.loss_fn, nn.Module) else [self.model]
         self._untrained = [p for module in modules for p in module.parameters() if id(p) not in held]

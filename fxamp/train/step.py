@@ -20,10 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from passes.contract.devices import DEVICES
 from passes.contract.errors import PolicyError
 from passes.contract.plan import Plan
 from passes.contract.plan_format import replacing
 from passes.contract.policy import Policy
+from passes.graph.values import no_autocast
 
 from .._torch import is_spread
 from ..errors import ScaleCollapseError
@@ -117,6 +119,10 @@ class TrainStep(TrainState):
         output: What a compiled step keeps of the model's output, detached: None for nothing; "low" for what was
             computed, in 16 bits where it was; "full" for the dtypes of the model itself. What is kept is stored, which
             large logits are worth only where something reads them. Uncompiled, `result.output` has the output.
+        reduce: When FSDP2 reduces gradients over the ranks: in the backward of each "micro_batch", or once a "window",
+            in that of its last one. Between the two each rank keeps gradients of the whole model, 4 bytes a parameter,
+            which `describe` gives; such a window cannot end early. Where `set_requires_gradient_sync(False)` was called
+            it is "window".
         cuda_graph: True lets Inductor capture CUDA graphs. Gradients are then zeroed in place after a window, and a
             gradient that a window does not compute is zero, not None. Without CUDA it does nothing.
 
@@ -141,7 +147,7 @@ class TrainStep(TrainState):
         >>> [step(x, y).reason for _ in range(4)]
         ['accumulating', 'stepped', 'accumulating', 'stepped']
         >>> step.waits, step.converted_model is converted
-        (('Python decides whether SGD steps',), True)
+        (('Python decides whether SGD steps, which fused=True leaves to the device',), True)
     """
 
     def __repr__(self) -> str:
@@ -187,24 +193,27 @@ class TrainStep(TrainState):
             >>> step(x, y, weight=len(x)).stepped
             True
         """
-        if self.census is None or not self.census.is_due(self.model):
-            return self._run(inputs, target, scale, weight)
-        with self._abandoning():
+        self.check_scale(scale)
+        try:
+            if self.census is None or not self.census.is_due(self.model):
+                return self._run(inputs, target, scale, weight)
             result: StepResult = self.census(self, lambda: self._run(inputs, target, scale, weight))
             return result
+        except BaseException:
+            self._abandon()
+            raise
 
     def _run(self, inputs: Any, target: Any, scale: float | None, weight: Weight) -> StepResult:
         window = self.open_window(scale)
-        with self._abandoning():
-            self._before_micro_batch()
-            with self._exchanging(window), self.weights.read():
-                with range_of("forward"):
-                    if self.compiled is None:
-                        loss, output = loss_of(self.model, self.loss_fn, inputs, target)
-                    else:
-                        loss, output = self.compiled.forward(self.loss_fn, inputs, target)
-                refuse_constant(loss, self.optimizers)
-                self._backward(window, loss, weight, (inputs, target))
+        self._before_micro_batch()
+        with self._exchanging(window), self.weights.read():
+            with range_of("forward"):
+                if self.compiled is None:
+                    loss, output = loss_of(self.model, self.loss_fn, inputs, target)
+                else:
+                    loss, output = self.compiled.forward(self.loss_fn, inputs, target)
+            refuse_constant(loss, self.optimizers)
+            self._backward(window, loss, weight, (inputs, target))
         if window.position < self.accumulate_steps:
             return self._result(window, None, output)
         return self._finish(window, output)
@@ -226,11 +235,15 @@ class TrainStep(TrainState):
             'stepped'
         """
         self._refuse_own_loss()
-        with self._abandoning():
+        self.check_scale(scale)
+        try:
             window = self.open_window(scale)
             self._before_micro_batch()
             with self._exchanging(window), self.weights.read():
                 yield window
+        except BaseException:
+            self._abandon()
+            raise
 
     def backward(self, loss: Tensor, weight: Weight = UNWEIGHTED) -> None:
         """Run backward for a loss of the model, as one micro-batch of the window.
@@ -253,16 +266,20 @@ class TrainStep(TrainState):
         self._refuse_own_loss()
         if self.opened is None and self.weights.asked != "per_use":
             self.say("forward", "a forward outside of `with step.window():` casts weights at each use")
-        window = self.open_window()
-        with self._abandoning():
+        self.refuse_torn()
+        try:
+            window = self.open_window()
             require_loss(loss)
             refuse_constant(loss, self.optimizers)
             self._backward(window, loss, weight, None)
-            if window.position == 1 and first_with_gradient(self.optimizers) is None:
+            if window.position == 1 and not self.ranks.late and first_with_gradient(self.optimizers) is None:
                 raise PolicyError(
                     "this loss gives no gradient to any parameter that the optimizers train: compute it from "
                     "step.model's output"
                 )
+        except BaseException:
+            self._abandon()
+            raise
 
     def update(self) -> StepResult:
         """End the window: unscale, clip, and step.
@@ -281,8 +298,14 @@ class TrainStep(TrainState):
         if window is None or not window.position:
             self.close_window()
             raise PolicyError("there is no window to end: call step.backward(loss) first, once a window or more often")
-        complete = window.position == self.accumulate_steps
-        return self._finish(window, None, None if complete and not self.ranks.replicas else self._seen(window))
+        complete = window.position == self.accumulate_steps and window.exchanged
+        if not complete:
+            self._refuse_unreduced(window)
+        try:
+            return self._finish(window, None, None if complete else self._seen(window))
+        except BaseException:
+            self._abandon()
+            raise
 
     def flush(self) -> StepResult:
         """End an unfinished window now, for example at the end of an epoch, and step. If no window is open, do nothing.
@@ -296,11 +319,18 @@ class TrainStep(TrainState):
             ('accumulating', 'stepped')
         """
         self._compare_ranks()
+        self.refuse_torn()
+        if self.opened is not None:
+            self._refuse_unreduced(self.opened)
         total = self.ranks.seen(self.position)
         if not total:
             return self._result(self.opened or Window(self.scaler), Update({}))
-        window = self.open_window()
-        return self._finish(window, None, self._seen(window, total))
+        try:
+            window = self.open_window()
+            return self._finish(window, None, self._seen(window, total))
+        except BaseException:
+            self._abandon()
+            raise
 
     def switch(self, policy_or_plan: Policy | Plan | str) -> None:
         """Let the model follow another policy, or a plan of it, from the next window on, for all its callers.
@@ -409,19 +439,30 @@ class TrainStep(TrainState):
             self.compiled = CompiledStep(settings, self.model, self.weights, output)
         self.scaler.name_parameters(self.model.named_parameters())
 
-    @contextlib.contextmanager
-    def _abandoning(self) -> Iterator[None]:
-        """Abandon the window where an error leaves this context."""
+    def _abandon(self) -> None:
+        """Leave nothing of a window open, where an error or an interrupt ends a call."""
+        position = self.position
         try:
-            yield
-        except BaseException:
-            if self.position:
-                left = f"an error left a window after {self.position} of {self.accumulate_steps} micro-batches"
-                self.say("abandoned", f"{left}, whose gradients are gone: the next call begins a new window")
-            if self.accumulate_steps > 1:  # this rank is at another micro-batch than those that saw no error
-                self.said.discard("ranks")
+            self.ranks.settle()
             self.close_window()
-            raise
+        finally:  # a signal may have ended the first
+            self.close_window()
+        if position:
+            left = f"an error left a window after {position} of {self.accumulate_steps} micro-batches"
+            self.say("abandoned", f"{left}, whose gradients are gone: the next call begins a new window")
+        if self.accumulate_steps > 1:  # this rank is at another micro-batch than those that saw no error
+            self.said.discard("ranks")
+
+    def _refuse_unreduced(self, window: Window) -> None:
+        """Refuse to end a window whose gradients FSDP2 has not reduced: it does so in the backward of the last one."""
+        if self.ranks.late and window.position:
+            seen, of = window.position, self.accumulate_steps
+            raise PolicyError(
+                f"{seen} of the window's {of} micro-batches have been seen, and FSDP2 "
+                "reduces gradients in the backward of the last one, if its forward is in a `with step.window():` of "
+                "its own: complete the window, or reduce those of each micro-batch (reduce='micro_batch', "
+                "set_requires_gradient_sync(True))"
+            )
 
     def _exchanging(self, window: Window) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which replicas exchange gradients, if the micro-batch is the last of its window."""
@@ -440,9 +481,10 @@ class TrainStep(TrainState):
             window.kept.before_backward()
         if loss.requires_grad:
             weighted = loss if isinstance(share, float) and share == 1 else loss * share
-            with range_of("backward"):
+            with range_of("backward"), no_autocast():
                 mean = weighted if self.accumulate_steps == 1 else weighted / self.accumulate_steps
                 window.scaler.scale(mean).backward()
+        window.exchanged = window.kept is None and self.ranks.exchanged
         if self.compiled is not None:
             self.compiled.loss.kernels.after_backward()
         if window.kept is not None:
@@ -485,19 +527,21 @@ class TrainStep(TrainState):
     def _finish(self, window: Window, output: Any, total: int | None = None) -> StepResult:
         """End a window; `total` is the number of micro-batches of all ranks, if they end it early."""
         self.weights.end()
-        self.aborted, rates = "an error left it", self.rates()
-        try:
-            with range_of("update"):
-                update, mean = self._end(window, total)
-            self.windows += 1
-            result = self._result(window, update, output, mean.kept, rates)
-            error = self._count(update)
-        finally:
-            self.close_window()
-        self.aborted = ""
+        self._autocasts = [(d, torch.get_autocast_dtype(d)) for d in DEVICES if torch.is_autocast_enabled(d)]
+        rates = self.rates()
+        with range_of("update"), no_autocast():
+            update, mean = self._end(window, total)
+        self.windows += 1
+        result = self._result(window, update, output, mean.kept, rates)
+        error = self._count(window, update)
+        self.torn = False
+        self.close_window()
         if error is not None:
             self._recover(window, error)
         return result
+
+    def _begin(self) -> None:
+        self.torn = True
 
     def _recover(self, window: Window, error: ScaleCollapseError) -> None:
         """Go on after a last skipped step, with what overflowed in FP32, if that is wanted and a cure; else raise."""
@@ -524,14 +568,15 @@ class TrainStep(TrainState):
         if self.closes:
             share = mean.kept / self.ranks.replicated
             held = step_by_closure(
-                live[0], window.scaler, lambda: self._run_again(window, share, early), self.ranks, self.check_finite
-            )
+                live[0], window.scaler, lambda: self._run_again(window, share, early), self.ranks, self.check_finite,
+                self._begin,
+            )  # fmt: skip
             window.scaler._update()
             update = Update({live[0]: held})
         else:
             end = AtEnd(
                 window.scaler, live, self.max_grad_norm, self.ranks, mean.nothing, mean.overflow, self.on_gradients,
-                followed=bool(self.schedulers or self.averages), check_finite=self.check_finite,
+                followed=bool(self.schedulers or self.averages), check_finite=self.check_finite, begins=self._begin,
             )  # fmt: skip
             update = take_step(end) if self.compiled is None else self.compiled.update(end)
         return update._replace(held_back=self._follow(update)), mean
@@ -547,7 +592,10 @@ class TrainStep(TrainState):
         with self.weights.window():
             for index, (inputs, target) in enumerate(window.batches):
                 with self.ranks.exchanging(not early and index + 1 == count):
-                    loss = loss_of(self.model, self.loss_fn, inputs, target)[0] / share
+                    with contextlib.ExitStack() as caller:
+                        for device, dtype in self._autocasts:
+                            caller.enter_context(torch.autocast(device, dtype))
+                        loss = loss_of(self.model, self.loss_fn, inputs, target)[0] / share
                     window.scaler.scale(loss).backward()
                     losses.append(loss.detach())
         if not self.ranks.groups:
@@ -576,7 +624,7 @@ class TrainStep(TrainState):
                 one.update_parameters(self.model)
         return known
 
-    def _count(self, update: Update) -> ScaleCollapseError | None:
+    def _count(self, window: Window, update: Update) -> ScaleCollapseError | None:
         """Count steps and skips, without waiting for the device; return the error of `max_skips` in a row."""
         flags = [bool(held) if isinstance(held, HostFlag) else held for held in update.held_back.values()]
         if not flags:
@@ -590,7 +638,7 @@ class TrainStep(TrainState):
         self.tallies["skipped"].add(skipped)
         self.tallies["steps"].add(stepped)
         self.skips_in_a_row.add(skipped)
-        scaler, limit = self.scaler, self.scaler.max_skips or self.max_skips
+        scaler, limit = self.scaler, window.scaler.max_skips or self.max_skips
         if skipped is True and not scaler.is_enabled():
             self.say(
                 "skip",

@@ -44,6 +44,7 @@ class AtEnd(NamedTuple):
         on_gradients: Called with the parameters, once their gradients are unscaled.
         followed: Whether the host will ask which steps were taken: the answers are sent there before the steps.
         check_finite: Whether gradients that are not finite hold an optimizer back without loss scaling and clipping.
+        begins: Called when nothing but the steps themselves is left to do.
     """
 
     scaler: LossScaler
@@ -55,6 +56,7 @@ class AtEnd(NamedTuple):
     on_gradients: Callable[[list[Tensor]], Any] | None = None
     followed: bool = False
     check_finite: bool = True
+    begins: Callable[[], object] = lambda: None
 
 
 def take_step(end: AtEnd) -> Update:
@@ -85,6 +87,7 @@ def take_step(end: AtEnd) -> Update:
         founds = _found_infs(end)
     held_back: dict[Optimizer, HeldBack] = {}
     begun = [to_host(found) if followed and isinstance(found, Tensor) else found for found in founds]
+    end.begins()
     for optimizer, found, sent in zip(end.optimizers, founds, begun, strict=True):
         if scaler.is_enabled():
             held_back[optimizer] = _step_scaled(scaler, optimizer, followed)
@@ -236,33 +239,37 @@ def needs_closure(optimizer: Optimizer) -> bool:
 
 
 def step_by_closure(
-    optimizer: Optimizer, scaler: LossScaler, run: Callable[[], Tensor], ranks: Ranks, check_finite: bool
-) -> bool:
+    optimizer: Optimizer, scaler: LossScaler, run: Callable[[], Tensor], ranks: Ranks, check_finite: bool,
+    begins: Callable[[], object],
+) -> bool:  # fmt: skip
     """Let an optimizer step that evaluates the loss itself; return whether it was held back.
 
     With loss scaling, a gradient that is not finite takes back the whole step, whichever evaluation it comes from.
     Without, only the first evaluation is looked at, if `check_finite`, when there is nothing to take back yet.
     `run` runs the window's micro-batches forward and backward, from gradients of None, and returns their unscaled loss.
+    `begins` is called after the first evaluation, when weights begin to change.
     """
-    undoes, looked = scaler.is_enabled(), False
+    undoes, evaluated = scaler.is_enabled(), False
     before = [p.detach().clone() for p in parameters(optimizer)] if undoes else []
     state = copy.deepcopy(optimizer.state_dict()) if undoes else {}
 
     def evaluate() -> Tensor:
-        nonlocal looked
+        nonlocal evaluated
         optimizer.zero_grad(set_to_none=True)
         with torch.enable_grad():
             loss = run()
         if undoes:
             scaler._forget_step()  # what another evaluation unscaled
             found = scaler._unscaled_found_inf(optimizer)
-        elif check_finite and not looked:
-            found, looked = holds_inf_or_nan(gradients([optimizer])), True
         else:
-            return loss
+            looks = check_finite and not evaluated
+            found = holds_inf_or_nan(gradients([optimizer])) if looks else torch.zeros(())
         ranks.agree([found])
         if found.item():
             raise _NotFinite
+        if not evaluated:
+            evaluated = True
+            begins()
         return loss
 
     held_back = False

@@ -103,12 +103,18 @@ class WeightCasts:
         if self.is_open or self.mode == "per_use":
             yield
             return
-        with contextlib.ExitStack() as scope:
+        try:
             for runner in self._views.values():
-                scope.enter_context(runner.opened.open(self.copies, type(runner.model).__name__))
-            scope.callback(setattr, self, "is_open", False)
+                runner.opened.open(self.copies, type(runner.model).__name__)
             self.is_open = True
             yield
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        for runner in self._views.values():
+            runner.opened.close(self.copies)
+        self.is_open = False
 
     @contextlib.contextmanager
     def window(self) -> Iterator[None]:
@@ -120,7 +126,9 @@ class WeightCasts:
             self.end()
 
     def end(self) -> None:
-        """End a window: weights are cast again when they are next read."""
+        """End a window: no view reads copies, and weights are cast again when they are next read."""
+        if self.is_open:
+            self._close()
         self.copies.end()
 
     def _look(self) -> _Found:

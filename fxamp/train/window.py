@@ -140,6 +140,7 @@ class Window:
         position: Micro-batches seen so far.
         losses: Their losses, detached, of shape (), each with its weight over the first one's.
         weighted: Whether weights were given.
+        exchanged: Whether the last backward has exchanged gradients, where replicas do.
         kept: The micro-batches that are not left out; None if none can be.
         batches: Inputs and target of each, as far as somebody may run them again.
         reference: The first weight, or 1 where that is 0; None before there is one.
@@ -149,7 +150,7 @@ class Window:
         self, scaler: LossScaler, given_scale: float | None = None, kept: KeptMicroBatches | None = None
     ) -> None:
         self.scaler, self.given_scale, self.kept = scaler, given_scale, kept
-        self.position, self.weighted = 0, False
+        self.position, self.weighted, self.exchanged = 0, False, True
         self.losses: list[tuple[Tensor, Weight]] = []
         self.batches: list[tuple[Any, Any]] = []
         self.reference: Weight | None = None

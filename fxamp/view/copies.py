@@ -9,7 +9,6 @@ After:  graph(w, low): linear(x, low)        low = copies.of(w, bfloat16)
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import logging
@@ -278,9 +277,8 @@ class Opened:
         copies = self()
         return copies is not None and copies.serves(model)
 
-    @contextlib.contextmanager
-    def open(self, copies: Copies, view: str) -> Iterator[None]:
-        """Let calls read copies.
+    def open(self, copies: Copies, view: str) -> None:
+        """Let calls read copies, until they are closed.
 
         Raises:
             CaptureError: the view is frozen; `view` is the name that the error gives to it.
@@ -291,12 +289,11 @@ class Opened:
                 f"{view} is frozen, here or by another thread, so no gradient reaches its weights, and edits of them "
                 "have no effect: leave fxamp.frozen before."
             )
-        ours = weakref.ref(copies)
-        try:
-            self._open += (ours,)
-            yield
-        finally:
-            self._open = tuple(each for each in self._open if each is not ours)
+        self._open += (weakref.ref(copies),)
+
+    def close(self, copies: Copies) -> None:
+        """Let no call read copies any more; do nothing where none does."""
+        self._open = tuple(each for each in self._open if each() not in (None, copies))
 
 
 class Lifted(NamedTuple):

@@ -74,7 +74,8 @@ def cast_once(model: Any) -> Iterator[Any]:
     copies = Copies("cast_once", type(model).__name__)
     with contextlib.ExitStack() as scope:
         for runner in (runner_of(view) for view, reason in views if not reason):
-            scope.enter_context(runner.opened.open(copies, type(runner.model).__name__))
+            scope.callback(runner.opened.close, copies)
+            runner.opened.open(copies, type(runner.model).__name__)
         scope.callback(register_optimizer_step_post_hook(copies.stepped).remove)
         yield model
 
@@ -133,7 +134,8 @@ def frozen(converted: Any) -> Iterator[Any]:
         )
     runner = runner_of(converted)
     copies = Copies("frozen")
-    with runner.opened.open(copies, type(runner.model).__name__):
+    try:
+        runner.opened.open(copies, type(runner.model).__name__)
         parameters = runner.model.named_parameters(remove_duplicate=False)
         named = {path: p for path, p in parameters if is_plain(p)}
         with torch.no_grad():
@@ -142,6 +144,8 @@ def frozen(converted: Any) -> Iterator[Any]:
                     if path in named:
                         copies.of(named[path], what.dtype)
         yield converted
+    finally:
+        runner.opened.close(copies)
 
 
 def weights_of(graph: Graph) -> Iterator[tuple[str, Lifted]]:

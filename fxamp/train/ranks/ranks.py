@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..._torch import communication_hook, is_spread
+from ..._torch import communication_hook, is_sharded, is_spread, reduces_gradients
 
 _BUCKET = 25 * 2**20  # bytes that are exchanged together, as DistributedDataParallel does by default
 
@@ -33,10 +33,13 @@ class Ranks:
         groups: The groups of ranks that the model's parameters are spread over, or their gradients exchanged in.
         spread: Whether parameters are spread over ranks.
         apart: Names of the other trained parameters, whose gradients no replica exchanges.
+        late: The parts of the model that FSDP2 shards, where it reduces their gradients once a window; else none.
     """
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        self._model, self._optimizers = model, optimizers
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], reduce: str = "micro_batch") -> None:
+        self._model, self._optimizers, self._reduce = model, optimizers, reduce
+        sharded: list[Any] = [module for module in model.modules() if is_sharded(module)]
+        self.late = sharded if reduce == "window" or not all(map(reduces_gradients, sharded)) else []
         self.replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
         owned = {id(p) for replica in self.replicas for p in exchanged(replica)}
         trained: dict[Tensor, str] = {p: name for name, p in model.named_parameters() if p.requires_grad}
@@ -65,18 +68,32 @@ class Ranks:
         return max((dist.get_world_size(replica.process_group) for replica in self.replicas), default=1)
 
     @property
+    def exchanged(self) -> bool:
+        """Whether the last forward has made the backward after it exchange gradients, if any are exchanged at all."""
+        return all(replica.require_forward_param_sync for replica in self.replicas) and all(
+            map(reduces_gradients, self.late)
+        )
+
+    @property
     def averaged(self) -> int:
         """Over how many ranks backward averages gradients."""
         return math.prod(dist.get_world_size(group) for group in self.groups)
 
     def exchanging(self, now: bool) -> contextlib.AbstractContextManager[Any]:
         """Return a context whose forward and backward exchange gradients, or leave that to a later one."""
+        for module in self.late:
+            module.set_requires_gradient_sync(now, recurse=False)
         if now or not self.replicas:
             return contextlib.nullcontext()
         stack = contextlib.ExitStack()
         for replica in self.replicas:
             stack.enter_context(replica.no_sync())
         return stack
+
+    def settle(self) -> None:
+        """Let backward exchange gradients again, where an interrupt has kept a micro-batch from saying so."""
+        for replica in self.replicas:
+            replica.require_backward_grad_sync = True
 
     def seen(self, count: int) -> int:
         """Return the number of micro-batches that all replicas together have processed; every rank has to call this."""
@@ -102,7 +119,7 @@ class Ranks:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
         """Find the ranks of the copied model: process groups cannot be copied."""
-        return Ranks(*copy.deepcopy((self._model, self._optimizers), memo))
+        return Ranks(*copy.deepcopy((self._model, self._optimizers), memo), self._reduce)
 
 
 def exchanged(replica: DistributedDataParallel) -> list[nn.Parameter]:

@@ -32,9 +32,14 @@ _POLL = 0.01  # seconds
 def refuse_unfit_model(model: nn.Module, weights: str) -> None:
     """Raise PolicyError for a model that cannot be trained in the way in which it is sharded."""
     for path, module in model.named_modules():
+        where = f"'{path}'" if path else "the model"
+        if type(module).__name__ == "FullyShardedDataParallel":
+            raise PolicyError(
+                f"{where} is a FullyShardedDataParallel, which flattens parameters: each rank would clip by the norm "
+                "of its own part, and skip steps by itself. Shard it by torch.distributed.fsdp.fully_shard (FSDP2)."
+            )
         if not is_sharded(module):
             continue
-        where = f"'{path}'" if path else "the model"
         dtype, casts_inputs = gathering(module)
         if weights == "per_step":
             does = (

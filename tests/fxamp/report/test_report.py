@@ -136,7 +136,8 @@ def test_of_a_train_step_it_says_how_it_trains() -> None:
     assert dict(found.training) == {
         "window": "2 micro-batches, 2 windows finished",
         "weights": "per_step: 4 weights are cast once a window, instead of up to 2 times",
-        "waits for the device": "once a window, since Python decides whether SGD steps",
+        "waits for the device": "once a window, since Python decides whether SGD steps, which "
+        "fused=True leaves to the device",
         "loss scaling": "dynamic, scale 4",
         "steps skipped": "1 of the last 2",
         "skipped at update 2": "scale 8, 0.weight (NaN)",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -537,3 +538,23 @@ def test_of_a_model_with_its_own_loss_a_compiled_step_hands_out_the_loss_alone_b
     assert all(map(torch.equal, seen[: len(seen) // 2], seen[len(seen) // 2 :]))
     assert bool(seen) == hooked
     assert upcasts.count(torch.Size([32, 32])) == 2  # in two steps, by cross_entropy: none to hand logits out
+
+
+@pytest.mark.parametrize("compile", [False, "aot_eager"])
+def test_a_hook_that_is_registered_after_the_first_call_runs_and_one_that_is_removed_does_not(compile: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    view = fxamp.convert(model, policy="O1,dtype=bf16")
+    step = fxamp.TrainStep(view, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), compile=compile)
+    x, y, calls = torch.ones(4, 8), torch.arange(4), list[int]()
+    plain = float(step(x, y).loss)
+    handle = model[0].register_forward_pre_hook(lambda *_: calls.append(0))
+    step(x, y)
+    step(x, y)
+    zeroes = model[1].register_forward_hook(lambda module, args, out: out * 0)
+    assert float(step(x, y).loss) == pytest.approx(math.log(4))
+    assert len(calls) == 3
+    zeroes.remove()
+    handle.remove()
+    assert float(step(x, y).loss) < plain
+    assert len(calls) == 3

@@ -8,11 +8,12 @@ import time
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fxamp
@@ -38,6 +39,15 @@ def take_one_hooked() -> None:
 
 def test_a_hook_that_an_exchange_after_backward_would_pass_by(two: Workers) -> None:
     refused(two, take_one_hooked, match="without calling the communication hook 'fp16_compress_hook': leave out")
+
+
+def shard_by_the_first() -> None:
+    model = nn.Sequential(converted(BF16), nn.Linear(2, 2))
+    step_of(FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True), max_grad_norm=0.1)
+
+
+def test_the_first_fully_sharded_data_parallel(two: Workers) -> None:
+    refused(two, shard_by_the_first, match="the model is a FullyShardedDataParallel.*fully_shard")
 
 
 def take_one_forgotten() -> None:

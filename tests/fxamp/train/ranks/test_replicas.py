@@ -16,7 +16,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import fxamp
-from tests.support.small import BF16, FP16, INF, SCALER, X, blocks, converted, step_of, weights_of
+from fxamp.train import window as window_file
+from tests.support.small import BF16, FP16, INF, SCALER, X, blocks, converted, loss_of, step_of, weights_of
 from tests.support.workers import Workers, refused
 
 SMALL_BUCKETS = 0.001  # MB: every layer has one of its own
@@ -68,6 +69,44 @@ def test_a_window_exchanges_gradients_once(weights: Any, compile: bool | str) ->
         other(x)
     assert len(exchanges) == 2
     assert all(map(torch.equal, model.parameters(), alone.parameters()))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_window_of_ones_own_exchanges_gradients_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(window_file, "exchange", lambda *_: pytest.fail("exchanged after backward"))
+    model, alone = converted(BF16), converted(BF16)
+    replica = DistributedDataParallel(model)
+    exchanges = count_exchanges(replica)
+    step, other = step_of(replica, accumulate_steps=2), step_of(alone, accumulate_steps=2)
+    for x in X[:4]:
+        with step.window() as window:
+            step.backward(loss_of(step.model(x)))
+        other(x)
+        if window.position == 2:
+            step.update()
+    assert len(exchanges) == 2
+    assert all(map(torch.equal, model.parameters(), alone.parameters()))
+
+
+def window_by_hand(x: Tensor) -> list[Tensor]:
+    """Train with windows of one's own, of which no forward exchanges gradients, and which all end with `update`."""
+    replica = DistributedDataParallel(converted(BF16))
+    step = step_of(replica, accumulate_steps=2)
+    own = mine(x, 2)
+    for first, second in zip(own[::2], own[1::2], strict=True):
+        with step.window():
+            step.backward(loss_of(step.model(first)))
+            step.backward(loss_of(step.model(second)))
+        step.update()
+    return weights_of(replica)
+
+
+def test_a_window_of_ones_own_whose_backwards_exchange_nothing_does_so_at_its_end(two: Workers) -> None:
+    first, second = two(window_by_hand, X[:8])
+    assert all(map(torch.equal, first, second))
+    expected = alone(X[:8], 2, policy=BF16, accumulate_steps=2)[3]
+    for ours, theirs in zip(first, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
 
 
 def train(x: Tensor, wrap: dict[str, Any], settings: dict[str, Any]) -> list[Any]:

@@ -13,9 +13,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import AdamW
 
 import fxamp
+from fxamp.train.describe import describe
+from passes.contract.errors import PolicyError
 from tests.fxamp.train.ranks.test_replicas import OVERFLOWS, alone, assert_as_alone, mine
 from tests.support.ranks import shard
-from tests.support.small import FP16, INF, SCALER, X, blocks, converted, step_of, weights_of
+from tests.support.small import BF16, FP16, INF, SCALER, X, blocks, converted, step_of, weights_of
 from tests.support.workers import Workers, refused
 
 WINDOW: dict[str, Any] = {"scaler": SCALER, "accumulate_steps": 2, "max_grad_norm": 0.05}
@@ -144,3 +146,35 @@ def shard_inside() -> list[Any]:
 
 def test_a_part_of_a_model_that_was_converted_as_a_whole_may_be_sharded_by_itself(two: Workers) -> None:
     assert_as_alone(two(shard_inside), alone(OVERFLOWS, 2, policy=FP16, **WINDOW))
+
+
+def reduce(how: str, x: Tensor) -> tuple[list[Tensor], list[bool], str]:
+    """Train with windows of two; return weights, whether there are reduced gradients within each, and texts."""
+    replica = sharded("whole", BF16)
+    if how == "asked of FSDP":
+        replica.set_requires_gradient_sync(False)
+    step = step_of(replica, accumulate_steps=2, reduce="window" if how == "window" else "micro_batch")
+    reduced = []
+    for one in mine(x, 2):
+        if not step(one).stepped:
+            reduced.append(any(p.grad is not None for p in replica.parameters()))
+    weights = weights_of(replica)
+    step(mine(x, 2)[0])
+    error = ""
+    try:
+        step.flush()
+    except PolicyError as e:
+        error = str(e)
+    return weights, reduced, f"{dict(describe(step)).get('reduced', '')} {error}"
+
+
+def test_gradients_are_reduced_in_each_micro_batch_or_once_a_window(two: Workers) -> None:
+    (weights, each, text), *_ = two(reduce, "micro_batch", X[:8])
+    assert (each, text.strip()) == ([True, True], "")
+    for how in ("window", "asked of FSDP"):
+        (other, once, text), *_ = two(reduce, how, X[:8])
+        assert once == [False, False]
+        assert "bytes of gradients of the whole model" in text
+        assert "complete the window" in text
+        for ours, theirs in zip(other, weights, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
