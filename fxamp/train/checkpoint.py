@@ -97,10 +97,10 @@ def load_course(
             scheduler.load_state_dict(saved)
         if step.undecided:
             step.pending_scaler = state["scaler"]
-        elif state["scaler"] or not step.scaler.is_enabled():
-            step.scaler.load_state_dict(state["scaler"])
-        else:  # of a step whose dtype was not known yet
+        elif state["settings"]["loss scaling"] == "undecided" and state["scaler"] == {}:
             step.choose_scaler("auto")
+        else:
+            step.scaler.load_state_dict(state["scaler"])
         for one in random:
             set_random_state(one)
         if (switches, plan) != (step.switches, step.switched_plan):

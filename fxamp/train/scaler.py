@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from passes.contract.errors import PolicyError
+from passes.graph.values import LOW_DTYPES
 
 from .._torch import is_spread
 from ..capture.parameters import require_fp32
@@ -353,7 +354,7 @@ class LossScaler(torch.amp.GradScaler):
             >>> norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             >>> optimizer.zero_grad()
         """
-        if self._enabled:
+        if self._enabled and not {p.dtype for g in optimizer.param_groups for p in g["params"]}.isdisjoint(LOW_DTYPES):
             # GradScaler's own words come first: people search for them.
             require_fp32(self._describe(optimizer), "Attempting to unscale {kind} gradients: ")
         super().unscale_(optimizer)
@@ -511,11 +512,12 @@ class LossScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, torch.Tensor]:
         # GradScaler keeps only the id of an optimizer. Every optimizer passes through here, so it is noted here.
         self._per_optimizer_states[id(optimizer)]["optimizer"] = optimizer
-        gradients = [gradient for _, gradient in self._gradients([optimizer])]
-        if not any(map(is_spread, gradients)):
+        kinds = {type(p): p for group in optimizer.param_groups for p in group["params"]}
+        if not any(map(is_spread, kinds.values())):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         # torch handles gradients of one mesh only, and asks other ranks only if the first gradient is sharded. It looks
         # at nothing but the gradients of parameters, so that their parts on this rank may stand in for these.
+        gradients = [gradient for _, gradient in self._gradients([optimizer])]
         parts = list(map(local, gradients))
         stand_ins = [part.detach() for part in parts]
         for stand_in, part in zip(stand_ins, parts, strict=True):
@@ -540,8 +542,9 @@ class LossScaler(torch.amp.GradScaler):
         for group_index, group in enumerate(optimizer.param_groups):
             names = group.get("param_names")
             for index, param in enumerate(group["params"]):
-                place = f"parameter {index} of group {group_index} (shape {tuple(param.shape)})"
-                yield self._names.get(param) or (names[index] if names else place), param
+                if not (name := self._names.get(param) or (names[index] if names else "")):
+                    name = f"parameter {index} of group {group_index} (shape {tuple(param.shape)})"
+                yield name, param
 
     def _first_bad(self, optimizers: Iterable[Optimizer]) -> str:
         """Return the name of the first gradient that is not finite, and its kind."""
