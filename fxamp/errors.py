@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from passes.contract.errors import CaptureError, FxampError, PolicyError
 
 
@@ -40,6 +42,10 @@ class ScaleCollapseError(FxampError, FloatingPointError):
 
     The error is also a FloatingPointError. The loss scaler is in a consistent state when the error is raised.
 
+    Attributes:
+        overflow: Of a TrainStep the first overflow, as `fxamp.find_overflow` gives it, the same on all ranks; its
+            `policy` runs in FP32 what overflowed, for `step.switch`. None where it cannot be told.
+
     Example:
         >>> weight = nn.Parameter(torch.ones(1))
         >>> sgd, scaler = torch.optim.SGD([("weight", weight)], lr=0.1), fxamp.LossScaler(max_skips=1)
@@ -50,6 +56,8 @@ class ScaleCollapseError(FxampError, FloatingPointError):
             ...
         fxamp.errors.ScaleCollapseError: 1 steps in a row were skipped, because gradients were not finite...
     """
+
+    overflow: Any = None
 
 
 class MeasureError(FxampError):

@@ -27,7 +27,7 @@ import traceback
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -173,8 +173,7 @@ class Case:
     optimizer: Callable[[Any], Optimizer] = _fused
     window: int = 1
     clip: float | None = 1.0
-    compile: bool = False
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    compile: bool | Mapping[str, Any] = False
 
 
 CASES = {
@@ -184,10 +183,10 @@ CASES = {
     "FP16, SGD, clipped": Case(optimizer=_sgd),
     "BF16, fused AdamW, clipped": Case(low=BF16),
     "FP16, fused AdamW, clipped, compiled": Case(compile=True),
-    "FP16, fused AdamW, clipped, compiled, CUDA graphs": Case(compile=True, settings={"cuda_graph": True}),
+    "FP16, fused AdamW, clipped, compiled, CUDA graphs": Case(compile={"mode": "reduce-overhead"}),
     "FP16, AdamW, clipped, compiled": Case(optimizer=_plain, compile=True),
     "FP16, AdamW, clipped, compiled, CUDA graphs, windows of 4": Case(
-        optimizer=_plain, compile=True, window=WINDOW, settings={"cuda_graph": True}
+        optimizer=_plain, compile={"mode": "reduce-overhead"}, window=WINDOW
     ),
 }
 BEFORE, WATCHED = 8, 4  # windows, and how many more in which a wait is an error
@@ -217,12 +216,11 @@ def trained(name: str, case: Case, small: bool, until: float) -> Rows:
     scaled, scale = case.low == FP16, SMALL_SCALE if small else SCALE
     windows = (SMALL_BEFORE if small else BEFORE) + WATCHED
     # Inductor compiles for too long on a CPU, and has no CUDA graphs there.
-    compile: Any = case.compile and ("aot_eager" if small else "inductor")
-    settings = {} if small else case.settings
+    compile: Any = case.compile and ("aot_eager" if small else case.compile)
     scaler = fxamp.LossScaler(init_scale=scale) if scaled else None
     step = fxamp.TrainStep(
         module, None, case.optimizer(model.parameters()), scaler=scaler, accumulate_steps=case.window,
-        max_grad_norm=case.clip, compile=compile, **settings,
+        max_grad_norm=case.clip, compile=compile,
     )  # fmt: skip
     while step.windows < windows - WATCHED:
         step(inputs)
@@ -515,11 +513,9 @@ class Bench:
         module = copy.deepcopy(self._levels[level]) if graphs else self._levels[level]
         optimizer = _adamw(module) if graphs else self.optimizer
         backend = "aot_eager" if self.small else "inductor"
-        compile: Any = {"backend": backend, "dynamic": False} if compiled else False
-        step = fxamp.TrainStep(
-            module, None, optimizer, accumulate_steps=window, weights=weights, compile=compile,
-            cuda_graph=graphs and not self.small,
-        )  # fmt: skip
+        mode = {"mode": "reduce-overhead"} if graphs and not self.small else {}
+        compile: Any = {"backend": backend, "dynamic": False, **mode} if compiled else False
+        step = fxamp.TrainStep(module, None, optimizer, accumulate_steps=window, weights=weights, compile=compile)
 
         def note() -> str:
             return "; ".join(f"{what}: {text}" for what, text in compiled_rows(step.compiled)[1:])

@@ -18,7 +18,7 @@ from ..observe.snapshot import random_state, set_random_state
 from ..view.switch import switch_back, switch_views
 from .scaler import Tally, require_scale
 from .state import TrainState
-from .window import ByHand, KeptMicroBatches, Window, parameters
+from .window import ByHand, Window, parameters
 
 _KEYS = ("settings", "model", "beside", "optimizers", "schedulers", "ema", "scaler", "windows", "position",
          "gradients", "rng")  # fmt: skip
@@ -194,7 +194,12 @@ def _refuse_another_window(step: TrainState, state: Mapping[str, Any]) -> None:
     """Raise an error for a window that could not be opened as it was saved."""
     if state["given_scale"] is not None:
         require_scale("the scale of the state's window", state["given_scale"])
-    window = Window(step.scaler, state["given_scale"], None if state["kept"] is None else KeptMicroBatches([]))
+    if state.get("kept") is not None:
+        raise PolicyError(
+            'the state was saved within a window of on_overflow="skip_microbatch", which this version does not have: '
+            "save it at the end of a window"
+        )
+    window = Window(step.scaler, state["given_scale"])
     window.load(state)
     _ = window.share  # which reads the weights
 

@@ -123,7 +123,7 @@ class CompiledUpdate:
             held_back[optimizer] = held
             scaler._note(optimizer, held)
             optimizer._opt_called = True  # type: ignore[attr-defined]  # which a scheduler asks for
-        scaler._update(overflow=end.overflow)
+        scaler._update()
         return Update(held_back, norm)
 
 

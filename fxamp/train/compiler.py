@@ -24,6 +24,7 @@ from ..capture.graphs import is_compiled
 from ..view.view import is_view, make_view
 from .kernels import Kernels
 
+_CAPTURING = ("reduce-overhead", "max-autotune")  # modes in which Inductor captures CUDA graphs
 _KEYS = ("backend", "mode", "options", "dynamic", "fullgraph")
 
 
@@ -32,8 +33,7 @@ class CompileSettings:
     """The compiler of a training step, and its options, as `torch.compile` takes them.
 
     Attributes:
-        cuda_graph: Whether Inductor is asked to capture CUDA graphs of what it compiles.
-        captures: Whether it can do that: whether there is CUDA.
+        captures: Whether Inductor captures CUDA graphs of what it compiles: it is asked to, and there is CUDA.
         policy: By which the model is converted, where fxamp's own backend was asked for, around this one; else None.
     """
 
@@ -42,7 +42,6 @@ class CompileSettings:
     options: Mapping[str, Any] = field(default_factory=dict)
     dynamic: bool | None = None
     fullgraph: bool = False
-    cuda_graph: bool = False
     captures: bool = False
     policy: Policy | None = None
 
@@ -51,6 +50,13 @@ class CompileSettings:
         """The name of the backend that was asked for."""
         inner = self.backend if isinstance(self.backend, str) else getattr(self.backend, "__name__", str(self.backend))
         return inner if self.policy is None else "fxamp"
+
+    @property
+    def cuda_graph(self) -> bool:
+        """Whether Inductor is asked to capture CUDA graphs of what it compiles."""
+        return self.backend == "inductor" and (
+            self.mode in _CAPTURING or bool((self.options or {}).get("triton.cudagraphs"))
+        )
 
     @property
     def fuses(self) -> bool:
@@ -67,13 +73,9 @@ class CompileSettings:
         return inner_backend(self.backend, self.mode, options)
 
 
-def settings_of(compile: object, cuda_graph: object) -> CompileSettings | None:
+def settings_of(compile: object) -> CompileSettings | None:
     """Return the settings that the arguments stand for; None to compile nothing. Refuse all others by name."""
-    if not isinstance(cuda_graph, bool):
-        raise PolicyError(f"cuda_graph must be True or False, got {cuda_graph!r}")
     if compile is False:
-        if cuda_graph:
-            raise PolicyError("cuda_graph=True captures graphs that compile=True has compiled: give compile=True too")
         return None
     given = {} if compile is True else {"backend": compile} if isinstance(compile, str) else compile
     if not isinstance(given, Mapping):
@@ -85,9 +87,8 @@ def settings_of(compile: object, cuda_graph: object) -> CompileSettings | None:
         raise PolicyError(
             f"compile has no option {unknown!r}{nearest(str(unknown), _KEYS)}: it takes {', '.join(_KEYS)}"
         )
-    captures = cuda_graph and torch.cuda.is_available()
-    settings = CompileSettings(**given, cuda_graph=cuda_graph, captures=captures)
-    options = {**(settings.options or {}), **({"triton.cudagraphs": True} if captures else {})}
+    settings = CompileSettings(**given)
+    options = dict(settings.options or {})
     backend: Any = settings.backend
     if backend == "fxamp":
         ours, options = capture.split(options)
@@ -97,9 +98,8 @@ def settings_of(compile: object, cuda_graph: object) -> CompileSettings | None:
         settings = replace(settings, backend=backend.backend, mode=mode, policy=backend.policy)
     else:
         capture.require_backend(backend)
-    if cuda_graph and settings.backend != "inductor":
-        raise PolicyError(f"cuda_graph=True is an option of Inductor, and the backend is {settings.name!r}")
     settings = replace(settings, options=options)
+    settings = replace(settings, captures=settings.cuda_graph and torch.cuda.is_available())
     try:
         settings.run()
     except RuntimeError as error:  # of Inductor, for an option that it does not have

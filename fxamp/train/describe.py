@@ -37,8 +37,6 @@ def describe(step: TrainState) -> tuple[tuple[str, str], ...]:
         rows.append(
             ("reduced", f"once a window, for which each rank keeps {size:,} bytes of gradients of the whole model")
         )
-    if step.on_overflow == "skip_microbatch":
-        rows.append(("on overflow", "skip_microbatch, which keeps one more set of gradients"))
     skipped = [event for event in scaler.history if event.skipped]
     if scaler.history:
         rows.append(("steps skipped", f"{len(skipped)} of the last {len(scaler.history)}"))
@@ -69,8 +67,7 @@ def compiled_rows(compiled: CompiledStep | None) -> list[tuple[str, str]]:
 
 def reasons_to_wait(step: TrainState) -> tuple[str, ...]:
     """Return why a step waits for the device once, at the end of a window; nothing if it never waits."""
-    looks = step.scaler.is_enabled() or step.max_grad_norm is not None or step.check_finite
-    if not looks and step.on_overflow == "skip_window":
+    if not (step.scaler.is_enabled() or step.max_grad_norm is not None or step.check_finite):
         return ()
     in_graph = step.compiled is not None and step.windows > 1 and not step.compiled.update.eager
     deciding = [] if in_graph else [o for o in step.optimizers if waits(o)]
@@ -81,6 +78,4 @@ def reasons_to_wait(step: TrainState) -> tuple[str, ...]:
     ]
     reasons += [f"{type(s).__name__} follows the steps that were taken" for s in step.schedulers]
     reasons += ["the average of the weights follows the steps that were taken"] * bool(step.averages)
-    if step.on_overflow == "skip_microbatch" and step.ranks.replicas:
-        reasons.append("ranks ask each other which gradients there are, before they exchange them")
     return tuple(dict.fromkeys(reasons))

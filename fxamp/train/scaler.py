@@ -94,17 +94,17 @@ class _Extensions(NamedTuple):
 class Tally:
     """A count of updates whose flags may be on the device, where it then stays until it is read.
 
-    With `in_a_row` it begins anew with each flag that is not set.
+    With `in_a_row` it begins anew with each flag that is not set. It is `at_most` so many, as far as the host knows.
     """
 
     def __init__(self, known: int = 0, *, in_a_row: bool = False) -> None:
         self._count: int | torch.Tensor = known
-        self._in_a_row, self._at_most = in_a_row, known
+        self._in_a_row, self.at_most = in_a_row, known
 
     def add(self, flag: bool | torch.Tensor) -> None:
         """Count one more update, if the flag, of one element, is set or nonzero."""
         before = self._count
-        self._at_most += 1
+        self.at_most += 1
         if isinstance(flag, torch.Tensor):
             one = (flag.view(()) != 0).to(torch.float32)
             more = (before.to(one.device) if isinstance(before, torch.Tensor) else before) + one
@@ -112,15 +112,15 @@ class Tally:
         elif flag:
             self._count = before + 1
         elif self._in_a_row:
-            self._count = self._at_most = 0
+            self._count = self.at_most = 0
 
     def reaches(self, count: int) -> bool:
         """Say whether the count is that high; wait for the device only if there were so many updates."""
-        return self._at_most >= count and self.read() >= count
+        return self.at_most >= count and self.read() >= count
 
     def read(self) -> int:
         """Return the count."""
-        self._count = self._at_most = int(self._count)
+        self._count = self.at_most = int(self._count)
         return self._count
 
 
@@ -379,13 +379,8 @@ class LossScaler(torch.amp.GradScaler):
         if self.max_skips is not None and self._in_a_row.reaches(self.max_skips):
             raise collapsed(self._in_a_row, self._gradients(looked_at), f"; the loss scale is now {self.get_scale()}")
 
-    def _update(
-        self, new_scale: float | torch.Tensor | None = None, *, overflow: torch.Tensor | None = None
-    ) -> list[Optimizer]:
-        """Update the scale, leave the limit of skipped steps to the caller, and return the optimizers looked at.
-
-        If `overflow`, a tensor of shape (), is not 0, back off as if a step had been skipped.
-        """
+    def _update(self, new_scale: float | torch.Tensor | None = None) -> list[Optimizer]:
+        """Update the scale, leave the limit of skipped steps to the caller, and return the optimizers looked at."""
         if not self._enabled:
             return []
         scale, _ = self._check_scale_growth_tracker("update")
@@ -396,9 +391,6 @@ class LossScaler(torch.amp.GradScaler):
             self._in_a_row.add(any(_overflowed(state) for state in states))
         elif limits.max_skips is not None and found_infs:
             self._in_a_row.add(_together(found_infs))
-        if overflow is not None:
-            for found in _found_infs(states):
-                found.copy_(torch.maximum(found, overflow.to(found)))
 
         super().update(new_scale)
 

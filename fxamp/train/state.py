@@ -35,7 +35,7 @@ from .ranks.refused import refuse_differences, refuse_unfit_model, refuse_unfit_
 from .scaler import LossScaler, Tally, require_count, require_number, require_scale
 from .update import needs_closure
 from .weights import Mode, WeightCasts
-from .window import ByHand, KeptMicroBatches, LossFunction, Window, live, parameters
+from .window import ByHand, LossFunction, Window, live, parameters
 
 logger = logging.getLogger("fxamp")
 
@@ -65,19 +65,14 @@ class TrainState:
         scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
         ema: AveragedModel | Sequence[AveragedModel] | None = None,
         weights: Mode = "auto",
-        on_overflow: Literal["skip_window", "skip_microbatch"] = "skip_window",
         max_skips: int = 20,
         check_finite: bool = True,
         on_gradients: Callable[[list[Tensor]], Any] | None = None,
         census: Literal["warn", "error"] | None = None,
-        on_collapse: Literal["raise", "recolour"] = "raise",
         compile: bool | str | Mapping[str, Any] = False,
-        cuda_graph: bool = False,
         output: Literal["low", "full"] | None = None,
         reduce: Literal["micro_batch", "window"] = "micro_batch",
     ) -> None:
-        given.require_one_of("on_overflow", on_overflow, ("skip_window", "skip_microbatch"))
-        given.require_one_of("on_collapse", on_collapse, ("raise", "recolour"))
         given.require_one_of("reduce", reduce, ("micro_batch", "window"))
         given.require_one_of("check_finite", check_finite, (True, False))
         if not isinstance(model, nn.Module):
@@ -92,18 +87,17 @@ class TrainState:
             require_number("max_grad_norm", max_grad_norm, "a number greater than 0, or None", lambda x: x > 0)
 
         self.loss_fn, self.accumulate_steps, self.max_grad_norm = loss_fn, accumulate_steps, max_grad_norm
-        self.max_skips, self.on_gradients, self.on_overflow = max_skips, on_gradients, on_overflow
-        self.on_collapse, self.check_finite = on_collapse, check_finite
+        self.max_skips, self.on_gradients = max_skips, on_gradients
+        self.check_finite = check_finite
         self.optimizers = given.optimizers_of(optimizer, model)
         self.schedulers = given.schedulers_of(scheduler, self.optimizers)
         self.averages = given.averages_of(ema, model)
-        settings = settings_of(compile, cuda_graph)
+        settings = settings_of(compile)
         require_output(output, settings is not None)
         given.refuse_company(
             self.optimizers,
             {
                 "max_grad_norm": max_grad_norm is not None,
-                'on_overflow="skip_microbatch"': on_overflow == "skip_microbatch",
                 "on_gradients": on_gradients is not None,
                 f"compile={compile!r}": settings is not None,
             },
@@ -182,7 +176,6 @@ class TrainState:
         """Return the settings that two runs must share, so that one can continue the other."""
         return {
             "accumulate_steps": self.accumulate_steps,
-            "on_overflow": self.on_overflow,
             "loss scaling": "undecided" if self.undecided else self.scaler.kind,
             "optimizers": [type(o).__name__ for o in self.optimizers],
             "parameters": [[len(group["params"]) for group in o.param_groups] for o in self.optimizers],
@@ -198,7 +191,7 @@ class TrainState:
             return
         ranks = self.ranks
         scaled = self.scaler.is_enabled() or self.undecided
-        refuse_unfit_ranks(ranks, accumulate_steps=self.accumulate_steps, on_overflow=self.on_overflow, scaled=scaled)
+        refuse_unfit_ranks(ranks, accumulate_steps=self.accumulate_steps, scaled=scaled)
         if ranks.groups or (ranks.shared and dist.get_world_size() > 1):
             told = {
                 "the policy": given.policies_asked(self.model),
@@ -207,7 +200,6 @@ class TrainState:
                 if self.undecided
                 else {"kind": self.scaler.kind, **self.scaler.state_dict()},
                 **self.settings(),
-                "on_collapse": self.on_collapse,
                 "the number of finished windows": self.windows,
             }
             refuse_differences(told, ranks.groups, self.model)
@@ -269,7 +261,6 @@ class TrainState:
             return self.opened
         self._clear_stale()
         scaler = self.scaler if scale is None else LossScaler(init_scale=scale, dynamic=False)
-        kept = KeptMicroBatches(self.optimizers) if self.on_overflow == "skip_microbatch" else None
         if self.low_dtype == torch.float16 and not scaler.is_enabled() and "unscaled" not in self.said:
             self.said.add("unscaled")
             warnings.warn(
@@ -277,7 +268,7 @@ class TrainState:
                 'Leave scaler at "auto", or give a LossScaler.',
                 stacklevel=4,
             )
-        self.opened = Window(scaler, scale, kept)
+        self.opened = Window(scaler, scale)
         return self.opened
 
     def close_window(self) -> None:

@@ -32,7 +32,7 @@ from ..errors import ScaleCollapseError
 from ..observe.workload import require_loss
 from ..view.switch import switch_views
 from . import checkpoint, given
-from .collapse import first_overflow, recolour
+from .collapse import with_overflow
 from .compiled_step import CompiledStep
 from .describe import reasons_to_wait
 from .files import naming, weights_in
@@ -91,13 +91,10 @@ class TrainStep(TrainState):
             under DistributedDataParallel it is "per_use", since torch exchanges gradients during backward only for
             graphs that read the weights, not copies of them. `step.weights.per_use` names what is cast at every call.
             Under FSDP2 "per_step" is refused.
-        on_overflow: "skip_window" skips a step if any micro-batch had gradients that were not finite. "skip_microbatch"
-            leaves out those micro-batches, and the gradients are the mean of the others; the scale backs off in both
-            cases. "skip_microbatch" needs memory for a second set of gradients, and under DistributedDataParallel an
-            exchange of gradients after the window instead of during its last backward.
         max_skips: So many skipped steps in a row raise ScaleCollapseError, which names the first parameter and the
-            first node with a value that is not finite. The window is finished then: what stepped is counted, and its
-            scheduler has stepped. The limit of a LossScaler that is handed in holds where it has one.
+            first node with a value that is not finite; its `overflow.policy` is one that cures it, for `switch`. The
+            window is finished then: what stepped is counted, and its scheduler has stepped. The limit of a LossScaler
+            that is handed in holds where it has one.
         check_finite: Look at gradients without loss scaling too. Where neither a scaler nor `max_grad_norm` looks at
             them, an optimizer with a gradient that is not finite is skipped by a flag, which a fused or compiled
             optimizer and SGD read on the device; for others the host reads it, once a window (see `waits`). False
@@ -106,15 +103,12 @@ class TrainStep(TrainState):
             they are clipped. With it the end of a window is not compiled.
         census: "warn" or "error": watch the first call, and the next one after a graph was captured, as `fxamp.census`
             does, and say what did not run as planned in a warning or as a VerificationError. Other calls cost nothing.
-        on_collapse: "recolour" replays the last window after `max_skips` skipped steps in a row, as `find_overflow`
-            does, lets the nodes that overflow run in FP32 from then on, gives a dynamic loss scale its value from
-            before these steps, and says so in a log line and in `switches`. Where no colouring cures it, the error is
-            raised all the same. Other windows cost nothing, but keep their inputs until they end. A sharded model, and
-            losses of one's own, cannot be replayed.
         compile: With True, Inductor compiles model and loss as one graph and, from the second window on, everything
             after the last backward as another; fused optimizers are not compiled. It may also be the name of another
             backend, or a mapping of `torch.compile`'s backend, mode, options, dynamic and fullgraph. Backend "fxamp"
-            converts the model, which must not be converted yet. `compiled` counts graphs, breaks, recompiles and
+            converts the model, which must not be converted yet. With `{"mode": "reduce-overhead"}` on CUDA, gradients
+            are zeroed in place after a window, since Inductor's CUDA graphs have recorded their addresses, and one that
+            a window does not compute is zero, not None. `compiled` counts graphs, breaks, recompiles and
             uncompiled functions, and `compiled.counts` kernels, casts among them, and bytes.
         output: What a compiled step keeps of the model's output, detached: None for nothing; "low" for what was
             computed, in 16 bits where it was; "full" for the dtypes of the model itself. What is kept is stored, which
@@ -123,8 +117,6 @@ class TrainStep(TrainState):
             in that of its last one. Between the two each rank keeps gradients of the whole model, 4 bytes a parameter,
             which `describe` gives; such a window cannot end early. Where `set_requires_gradient_sync(False)` was called
             it is "window".
-        cuda_graph: True lets Inductor capture CUDA graphs. Gradients are then zeroed in place after a window, and a
-            gradient that a window does not compute is zero, not None. Without CUDA it does nothing.
 
     Attributes:
         scaler: The LossScaler in use; a disabled one without loss scaling.
@@ -353,6 +345,7 @@ class TrainStep(TrainState):
         self.close_window()
         policy = switch_views(self.model, policy_or_plan)
         self.compile_anew()
+        self.skips_in_a_row = Tally(in_a_row=True)
         self.switched_plan = policy_or_plan if isinstance(policy_or_plan, Plan) else None
         self.switches = (*self.switches, (self.windows, str(policy)))
         self.said.discard("ranks")
@@ -466,7 +459,7 @@ class TrainStep(TrainState):
 
     def _exchanging(self, window: Window) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which replicas exchange gradients, if the micro-batch is the last of its window."""
-        return self.ranks.exchanging(window.position + 1 == self.accumulate_steps and window.kept is None)
+        return self.ranks.exchanging(window.position + 1 == self.accumulate_steps)
 
     def _backward(self, window: Window, loss: Tensor, weight: Weight, batch: Any) -> None:
         self._warn_of_fp32()
@@ -477,22 +470,19 @@ class TrainStep(TrainState):
                 f"{type(self.optimizers[0]).__name__} runs the window again itself, without weights: leave out weight="
             )
         share = window.share_of(weight, self.ranks, loss.device)
-        if window.kept is not None:
-            window.kept.before_backward()
         if loss.requires_grad:
             weighted = loss if isinstance(share, float) and share == 1 else loss * share
             with range_of("backward"), no_autocast():
                 mean = weighted if self.accumulate_steps == 1 else weighted / self.accumulate_steps
                 window.scaler.scale(mean).backward()
-        window.exchanged = window.kept is None and self.ranks.exchanged
+        window.exchanged = self.ranks.exchanged
         if self.compiled is not None:
             self.compiled.loss.kernels.after_backward()
-        if window.kept is not None:
-            window.kept.after_backward(share)
         detached = loss.detach().view(())
         # The next replay of a CUDA graph overwrites the loss.
         window.took(detached.clone() if self.in_place else detached, share)
-        if batch is None or not (self.closes or self.on_collapse == "recolour"):
+        # The last window before the limit of skipped steps keeps all that may have overflowed.
+        if batch is None or not (self.closes or self.skips_in_a_row.at_most + 1 >= self.max_skips):
             window.batches.clear()
         if batch is not None:
             window.batches.append(batch)
@@ -537,23 +527,11 @@ class TrainStep(TrainState):
         self.torn = False
         self.close_window()
         if error is not None:
-            self._recover(window, error)
+            raise with_overflow(error, self, window)
         return result
 
     def _begin(self) -> None:
         self.torn = True
-
-    def _recover(self, window: Window, error: ScaleCollapseError) -> None:
-        """Go on after a last skipped step, with what overflowed in FP32, if that is wanted and a cure; else raise."""
-        recolours = self.on_collapse == "recolour"
-        found = first_overflow(self, window, cured=recolours)
-        if recolours and recolour(self, window, found, self.switch):
-            self.skips_in_a_row = Tally(in_a_row=True)
-        elif found is None:
-            raise error
-        else:
-            first, *_ = str(found).splitlines()
-            raise ScaleCollapseError(f"{error} The first overflow is {first}.") from error
 
     def _end(self, window: Window, total: int | None) -> tuple[Update, Mean]:
         early = total is not None
@@ -575,7 +553,7 @@ class TrainStep(TrainState):
             update = Update({live[0]: held})
         else:
             end = AtEnd(
-                window.scaler, live, self.max_grad_norm, self.ranks, mean.nothing, mean.overflow, self.on_gradients,
+                window.scaler, live, self.max_grad_norm, self.ranks, mean.nothing, self.on_gradients,
                 followed=bool(self.schedulers or self.averages), check_finite=self.check_finite, begins=self._begin,
             )  # fmt: skip
             update = take_step(end) if self.compiled is None else self.compiled.update(end)
@@ -655,7 +633,6 @@ class TrainStep(TrainState):
         rates: tuple[float | Tensor, ...] | None = None,
     ) -> StepResult:  # fmt: skip
         """Make the result of a call: `update` is None in an unfinished window, `kept` counts its micro-batches."""
-        own = window.kept.kept if window.kept is not None else window.position
         return StepResult(
             window.losses[-1][0] if window.losses else torch.tensor(math.nan),
             None if update is None else update.grad_norm,
@@ -663,7 +640,7 @@ class TrainStep(TrainState):
             update is None,
             tuple(None if update is None else update.held_back.get(o) for o in self.optimizers),
             window.scale,
-            own if kept is None else kept,
+            window.position if kept is None else kept,
             tuple(window.losses),
             self.rates() if rates is None else rates,
         )

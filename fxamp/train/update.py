@@ -39,8 +39,7 @@ class AtEnd(NamedTuple):
     Attributes:
         optimizers: Those that have gradients, with the scaler's scale in them.
         max_grad_norm: The norm to which all gradients together are clipped; None neither clips nor measures.
-        nothing_kept: A flag on the device, nonzero if every micro-batch was left out.
-        overflow: A flag on the device, nonzero where the scale backs off though the optimizers may step.
+        nothing_kept: A flag on the device, nonzero if every weight of a micro-batch was 0.
         on_gradients: Called with the parameters, once their gradients are unscaled.
         followed: Whether the host will ask which steps were taken: the answers are sent there before the steps.
         check_finite: Whether gradients that are not finite hold an optimizer back without loss scaling and clipping.
@@ -52,7 +51,6 @@ class AtEnd(NamedTuple):
     max_grad_norm: float | None
     ranks: Ranks
     nothing_kept: Tensor | None = None
-    overflow: Tensor | None = None
     on_gradients: Callable[[list[Tensor]], Any] | None = None
     followed: bool = False
     check_finite: bool = True
@@ -97,7 +95,7 @@ def take_step(end: AtEnd) -> Update:
         else:
             optimizer.step()
             held_back[optimizer] = False
-    scaler._update(overflow=end.overflow)
+    scaler._update()
     return Update(held_back, grad_norm)
 
 

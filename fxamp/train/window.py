@@ -1,9 +1,5 @@
 """The open window of a training step: what is known of it from its first micro-batch to its end.
 
-With `on_overflow="skip_microbatch"` a micro-batch whose gradients are not finite is left out, not its whole window: the
-gradients of each are computed separately, checked, and added to the earlier ones by a select on the device. This needs
-memory for a second set of gradients.
-
 `ByHand` finds calls of a hand-written loop, which the step makes itself, by what they leave between two calls.
 """
 
@@ -82,53 +78,14 @@ def holds_inf_or_nan(tensors: list[Tensor]) -> Tensor:
     return agree(found, groups_of(tensors))
 
 
-class KeptMicroBatches:
-    """The gradients of one window's micro-batches, except those that are not finite.
-
-    `kept` says how many were added up, on the device once there was one; `share` is the sum of their weights.
-    """
-
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._optimizers = optimizers
-        self._sums: dict[Tensor, Tensor | None] = {}
-        self.kept: int | Tensor = 0
-        self.share: float | Tensor = 0.0
-
-    def before_backward(self) -> None:
-        """Put the sum so far aside, so that backward leaves only the gradients of one micro-batch."""
-        for p in (p for optimizer in self._optimizers for p in parameters(optimizer)):
-            self._sums[p], p.grad = p.grad, None
-
-    @torch.no_grad()
-    def after_backward(self, share: float | Tensor) -> None:
-        """Add the gradients of a micro-batch of this weight to the sum if all are finite; refuse sparse ones."""
-        new = gradients(self._optimizers)
-        if any(gradient.is_sparse for gradient in new):
-            raise PolicyError(
-                'on_overflow="skip_microbatch" works only with dense gradients, and some are sparse: use '
-                'on_overflow="skip_window"'
-            )
-        bad = holds_inf_or_nan(new)
-        self.kept = self.kept + 1 - bad
-        self.share = self.share + (1 - bad) * share
-        for p, before in self._sums.items():
-            if p.grad is not None:
-                added = torch.where(bad.to(p.device) != 0, torch.zeros_like(p.grad), p.grad)
-                p.grad = added if before is None else before.add_(added)
-            else:
-                p.grad = before
-        self._sums.clear()
-
-
 class Mean(NamedTuple):
     """What the gradients of a window are the mean of: so many micro-batches, over all ranks that have a replica.
 
-    On the device, nonzero if every micro-batch was left out, and where one was; None where that cannot happen.
+    On the device, nonzero if every weight was 0; None where that cannot happen.
     """
 
     kept: int | Tensor
     nothing: Tensor | None = None
-    overflow: Tensor | None = None
 
 
 class Window:
@@ -141,15 +98,12 @@ class Window:
         losses: Their losses, detached, of shape (), each with its weight over the first one's.
         weighted: Whether weights were given.
         exchanged: Whether the last backward has exchanged gradients, where replicas do.
-        kept: The micro-batches that are not left out; None if none can be.
         batches: Inputs and target of each, as far as somebody may run them again.
         reference: The first weight, or 1 where that is 0; None before there is one.
     """
 
-    def __init__(
-        self, scaler: LossScaler, given_scale: float | None = None, kept: KeptMicroBatches | None = None
-    ) -> None:
-        self.scaler, self.given_scale, self.kept = scaler, given_scale, kept
+    def __init__(self, scaler: LossScaler, given_scale: float | None = None) -> None:
+        self.scaler, self.given_scale = scaler, given_scale
         self.position, self.weighted, self.exchanged = 0, False, True
         self.losses: list[tuple[Tensor, Weight]] = []
         self.batches: list[tuple[Any, Any]] = []
@@ -205,19 +159,15 @@ class Window:
         Those of each are multiplied by its weight and divided by `accumulate_steps`; `in_backward` says that the last
         backward has exchanged them.
         """
-        kept, share = self.kept, self.share
-        if self.weighted and not isinstance(share, Tensor) and share == 0:
+        weight, total = self.share, self.position * ranks.replicated
+        if self.weighted and not isinstance(weight, Tensor) and weight == 0:
             raise PolicyError("every weight of this window is 0, so its gradients have no mean: leave it out")
-        own: int | Tensor = self.position if kept is None else torch.as_tensor(kept.kept, dtype=torch.float32)
-        weight = share if kept is None else torch.as_tensor(kept.share, dtype=torch.float32)
-        total: int | Tensor = own * ranks.replicated
-        everything: int | Tensor = self.position * ranks.replicated
         done: set[Tensor] = set()
-        if ranks.replicas and not (in_backward and kept is None):
-            counts = torch.stack([torch.as_tensor(n, dtype=torch.float32) for n in (weight, own, self.position)])
+        if ranks.replicas and not in_backward:
+            counts = torch.stack([torch.as_tensor(n, dtype=torch.float32) for n in (weight, self.position)])
             for replica in reversed(ranks.replicas):
                 params = exchanged(replica)
-                _, total, everything = exchange(replica, counts.to(params[0].device), accumulate_steps).unbind()
+                total = exchange(replica, counts.to(params[0].device), accumulate_steps)[1]  # type: ignore[assignment]
                 done.update(params)
         # A rank without micro-batches has taken part in the exchange, and has nothing of its own.
         factor: float | Tensor = accumulate_steps / weight if isinstance(weight, Tensor) or weight else 1.0
@@ -228,17 +178,13 @@ class Window:
                 for p in (p for o in optimizers for p in parameters(o) if p not in done):
                     if p.grad is not None:
                         p.grad.mul_(factor)
-        if kept is None:
-            return Mean(total, (weight == 0).float() if isinstance(weight, Tensor) else None)
-        return Mean(total, (torch.as_tensor(total) == 0).float(), (torch.as_tensor(total) < everything).float())
+        return Mean(total, (weight == 0).float() if isinstance(weight, Tensor) else None)
 
     def state(self) -> dict[str, Any]:
         """Return it as plain values and tensors, without batches."""
         return {
             "position": self.position, "given_scale": self.given_scale, "losses": self.losses[:],
             "reference": self.reference, "weighted": self.weighted,
-            "kept": None if self.kept is None else int(self.kept.kept),
-            "kept_share": None if self.kept is None else float(self.kept.share),
         }  # fmt: skip
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -246,9 +192,6 @@ class Window:
         self.position, self.losses = state["position"], [tuple(each) for each in state.get("losses", ())]
         self._saved = 0.0 if "losses" in state else state.get("share", float(state["position"]))
         self.reference, self.weighted = state.get("reference", 1.0), state.get("weighted", False)
-        if self.kept is not None:
-            self.kept.kept = state["kept"]
-            self.kept.share = state.get("kept_share", float(state["kept"]))
 
 
 def _reference(weight: Weight, ranks: Ranks, device: torch.device) -> Weight:

@@ -58,22 +58,21 @@ def refuse_unfit_model(model: nn.Module, weights: str) -> None:
             )
 
 
-def refuse_unfit_ranks(ranks: Ranks, *, accumulate_steps: int, on_overflow: str, scaled: bool) -> None:
+def refuse_unfit_ranks(ranks: Ranks, *, accumulate_steps: int, scaled: bool) -> None:
     """Raise PolicyError for settings of DistributedDataParallel that go wrong in a training step."""
-    skips = on_overflow == "skip_microbatch"
     for replica in ranks.replicas:
-        if replica.static_graph and (accumulate_steps > 1 or skips):
+        if replica.static_graph and accumulate_steps > 1:
             raise PolicyError(
                 "DistributedDataParallel(static_graph=True) does not survive a backward without an exchange of "
                 "gradients (pytorch#143580), and every window of several micro-batches has one. Leave static_graph "
-                "out, or let every micro-batch be a window: accumulate_steps=1, on_overflow='skip_window'."
+                "out, or let every micro-batch be a window: accumulate_steps=1."
             )
         if replica.mixed_precision is not None:
             raise PolicyError(
                 "DistributedDataParallel(mixed_precision=...) casts parameters and gradients itself: leave it out, "
                 "since the graph of a converted model does its own casts."
             )
-        _refuse_hook(replica, skips, scaled)
+        _refuse_hook(replica, scaled)
     if ranks.replicas and ranks.apart and not ranks.spread:
         ignored = {name for replica in ranks.replicas for name in replica.parameters_to_ignore}
         forgotten = [name for name in ranks.apart if not any(name.endswith(one) for one in ignored)]
@@ -85,13 +84,8 @@ def refuse_unfit_ranks(ranks: Ranks, *, accumulate_steps: int, on_overflow: str,
             )
 
 
-def _refuse_hook(replica: DistributedDataParallel, skips: bool, scaled: bool) -> None:
+def _refuse_hook(replica: DistributedDataParallel, scaled: bool) -> None:
     hook = communication_hook(replica)
-    if hook and skips:
-        raise PolicyError(
-            "on_overflow='skip_microbatch' exchanges gradients after the window, without calling the communication "
-            f"hook '{hook}': leave out the hook or the option"
-        )
     if scaled and any(type(state).__name__ == "PowerSGDState" for state in communication_states(replica)):
         raise PolicyError(
             f"the communication hook '{hook}' carries its compression error into the next step, at the old loss scale; "

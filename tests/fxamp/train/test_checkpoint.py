@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 import fxamp
 from fxamp.train.step import TrainStep
 from passes.contract.errors import PolicyError
-from tests.support.helpers import in_turns, saved
+from tests.support.helpers import saved
 from tests.support.processes import in_another_process
 from tests.support.small import loss_of as loss_times
 
@@ -65,15 +65,15 @@ def tensors_of(step: TrainStep) -> list[Tensor]:
 
 @pytest.mark.usefixtures("eager_and_traced")
 @pytest.mark.parametrize("policy", ["O1,dtype=fp16", pytest.param("O2,dtype=bf16", marks=pytest.mark.matrix)])
-@pytest.mark.parametrize(("stop", "on_overflow"), in_turns([3, 4, 5, 6], ["skip_window", "skip_microbatch"]))
-def test_a_run_stopped_anywhere_goes_on_bit_for_bit(stop: int, on_overflow: str, policy: str) -> None:
-    step = build(policy, on_overflow=on_overflow)
+@pytest.mark.parametrize("stop", [3, 4, 5, 6])
+def test_a_run_stopped_anywhere_goes_on_bit_for_bit(stop: int, policy: str) -> None:
+    step = build(policy)
     torch.manual_seed(7)  # for dropout
     for x, factor in zip(X[:stop], FACTORS, strict=False):
         step(x, factor)
     saved = through_a_file(step.state_dict())
     expected = [step(x, factor) for x, factor in zip(X[stop:], FACTORS[stop:], strict=True)]
-    resumed = build(policy, seed=1, on_overflow=on_overflow)
+    resumed = build(policy, seed=1)
     resumed.load_state_dict(saved)
     got = [resumed(x, factor) for x, factor in zip(X[stop:], FACTORS[stop:], strict=True)]
     assert [(r.reason, r.scale, r.kept) for r in got] == [(r.reason, r.scale, r.kept) for r in expected]
@@ -219,7 +219,6 @@ def test_a_run_goes_on_in_another_process(tmp_path: Path) -> None:
         ({"accumulate_steps": 4}, "saved with accumulate_steps 4, and here it is 3"),
         ({"scaler": None}, "saved with loss scaling 'none', and here it is 'dynamic'"),
         ({"scaler": 8.0}, "saved with loss scaling 'static', and here it is 'dynamic'"),
-        ({"on_overflow": "skip_microbatch"}, "saved with on_overflow 'skip_microbatch'"),
         ({"ema": None}, "saved with ema 0, and here it is 1"),
         ({"scheduler": None}, r"saved with schedulers \[\], and here it is \['StepLR', 'StepLR'\]"),
     ],

@@ -437,7 +437,7 @@ def test_breaks_recompiles_and_fallbacks_are_counted_and_named() -> None:
 
 def test_a_cuda_graph_is_not_captured_where_there_is_no_cuda_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    step = small(compile=True, cuda_graph=True)
+    step = small(compile={"mode": "reduce-overhead"})
     assert step.compiled is not None
     assert step.compiled.cuda_graph == "none: there is no CUDA device here"
 

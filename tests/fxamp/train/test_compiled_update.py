@@ -143,18 +143,6 @@ def test_a_schedule_of_momentum_ends_compiling_where_it_would_never_end() -> Non
     assert ours.compiled.update.region.frames <= 2
 
 
-def test_a_micro_batch_left_out_is_left_out_of_a_compiled_update_too() -> None:
-    settings: dict[str, Any] = {
-        "accumulate_steps": 3, "on_overflow": "skip_microbatch", "max_grad_norm": 0.5, "scaler": None,
-        "factors": {4: float("inf"), 9: float("nan"), 10: float("inf"), 11: float("inf")},
-    }  # fmt: skip
-    ours, shown = train(KINDS["AdamW"], 6, **settings, **COMPILED)
-    theirs, expected = train(KINDS["AdamW"], 6, **settings)
-    assert shown == expected
-    assert [kept for *_, kept, _ in shown] == [3, 2, 3, 0, 3, 3]
-    assert_near(ours, theirs)
-
-
 def test_a_window_cut_short_is_compiled_too() -> None:
     runs = [train(KINDS["AdamW"], 3, accumulate_steps=2, **how)[0] for how in (COMPILED, {})]
     for step in runs:

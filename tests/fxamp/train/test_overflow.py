@@ -1,10 +1,9 @@
-"""Bad micro-batches left out, averages of weights, optimizers with closures, penalties, several losses."""
+"""Averages of weights, optimizers with closures, penalties, several losses."""
 
 from __future__ import annotations
 
 import copy
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -25,86 +24,6 @@ X = torch.randn(8, 4, 4, generator=torch.Generator().manual_seed(0))  # micro-ba
 def make_model() -> nn.Linear:
     torch.manual_seed(0)
     return nn.Linear(4, 1)
-
-
-# ------------------------------------------------------------------------------------- skip_microbatch
-
-
-def make_step(model: nn.Module, **settings: Any) -> TrainStep:
-    settings.setdefault("scaler", fxamp.LossScaler(init_scale=8.0))
-    return TrainStep(model, loss_times, SGD(model.parameters(), lr=0.5), on_overflow="skip_microbatch", **settings)
-
-
-@pytest.mark.parametrize("scaler", ["dynamic", None])
-def test_a_bad_micro_batch_is_left_out_and_the_mean_is_over_the_others(scaler: str | None) -> None:
-    model, others = make_model(), make_model()
-    step = make_step(model, accumulate_steps=4, scaler=fxamp.LossScaler(init_scale=8.0) if scaler else None)
-    results = [step(x, factor) for x, factor in zip(X[:4], (1.0, 1.0, math.inf, 1.0), strict=True)]
-    assert [r.kept for r in results] == [1, 2, 2, 3]
-    assert (results[-1].reason, results[-1].stepped, results[-1].skipped) == ("stepped", True, False)
-    optimizer = SGD(others.parameters(), lr=0.5)
-    (torch.stack([loss_times(others(x)) for x in (X[0], X[1], X[3])]).sum() / 3).backward()
-    optimizer.step()
-    for ours, theirs in zip(model.parameters(), others.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
-    assert step.scaler.get_scale() == (4.0 if scaler else 1.0)  # backed off, once
-
-
-@pytest.mark.parametrize("scaler", ["dynamic", None])
-def test_a_window_of_bad_micro_batches_is_an_overflow(scaler: str | None) -> None:
-    model = make_model()
-    step = make_step(model, accumulate_steps=2, scaler=fxamp.LossScaler(init_scale=8.0) if scaler else None)
-    before = weights(model)
-    results = [step(x, math.nan) for x in X[:2]]
-    assert (results[-1].reason, results[-1].kept) == ("overflow", 0)
-    assert all(map(torch.equal, before, weights(model)))
-    assert step.scaler.get_scale() == (4.0 if scaler else 1.0)
-    assert [step(x).kept for x in X[:2]] == [1, 2]
-    assert not any(map(torch.equal, before, weights(model)))
-
-
-def test_the_scale_backs_off_once_for_several_bad_micro_batches_and_no_step_counts_as_skipped() -> None:
-    step = make_step(make_model(), accumulate_steps=4, scaler=fxamp.LossScaler(init_scale=8.0, max_skips=1))
-    for factor in (math.inf, 1.0, math.nan, 1.0):
-        step(X[0], factor)
-    assert step.scaler.get_scale() == 4.0
-    assert [e.skipped for e in step.scaler.history] == [False]
-
-
-@pytest.mark.usefixtures("eager_and_traced")
-@pytest.mark.parametrize("seen", [3, 4])
-def test_with_nothing_to_leave_out_it_is_skip_window_bit_for_bit(seen: int) -> None:
-    model, other = make_model(), make_model()
-    step = make_step(model, accumulate_steps=4, max_grad_norm=0.1)
-    plain = TrainStep(
-        other, loss_times, SGD(other.parameters(), lr=0.5), accumulate_steps=4, max_grad_norm=0.1,
-        scaler=fxamp.LossScaler(init_scale=8.0),
-    )  # fmt: skip
-    for x in X[:seen]:
-        step(x)
-        plain(x)
-        if step.position:
-            assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), other.parameters(), strict=True))  # type: ignore[arg-type]
-    step.flush()
-    plain.flush()
-    assert all(map(torch.equal, weights(model), weights(other)))
-
-
-def test_an_error_leaves_no_gradients_of_the_window() -> None:
-    model = make_model()
-    step = make_step(model, accumulate_steps=3)
-    step(X[0])
-    with pytest.raises(RuntimeError):
-        step(torch.ones(2, 3))
-    assert all(p.grad is None for p in model.parameters())
-    assert [step(x).kept for x in X[:3]] == [1, 2, 3]
-
-
-def test_sparse_gradients_cannot_be_selected_from() -> None:
-    table = nn.Embedding(4, 2, sparse=True)
-    step = TrainStep(table, lambda o: o.sum(), SGD(table.parameters(), lr=0.1), on_overflow="skip_microbatch")
-    with pytest.raises(PolicyError, match="some are sparse"):
-        step(torch.tensor([1, 2]))
 
 
 # ------------------------------------------------------------------------------------- averages of the weights
@@ -203,8 +122,6 @@ def test_what_has_no_meaning_with_a_closure_is_refused() -> None:
         TrainStep(model, loss_times, lbfgs, max_grad_norm=1.0)
     with pytest.raises(PolicyError, match="another optimizer"):
         TrainStep(model, loss_times, [lbfgs, SGD([model.bias], lr=0.1)])
-    with pytest.raises(PolicyError, match="skip_microbatch"):
-        TrainStep(model, loss_times, lbfgs, on_overflow="skip_microbatch")
     step = TrainStep(model, loss_times, LBFGS(model.parameters()))
     with pytest.raises(PolicyError, match="LBFGS runs the window again itself, without weights"):
         step(X[0], weight=2.0)

@@ -409,7 +409,7 @@ def test_max_skips_reads_the_device_of_a_fused_optimizer_once_in_as_many_updates
     unread = []
     for factor in (OK, OK, OK, OK, INF, INF, INF):
         run_step(scaler, model, optimizer, factor)
-        unread.append(scaler._in_a_row._at_most)
+        unread.append(scaler._in_a_row.at_most)
     assert unread == [1, 2, 3, 0, 1, 2, 3]
     with pytest.raises(ScaleCollapseError, match="4 steps in a row"):
         run_step(scaler, model, optimizer, INF)

@@ -185,27 +185,6 @@ def test_with_equal_weights_it_is_what_it_is_without(policy: str, weight: Any) -
     assert equal(*found)
 
 
-def test_a_partial_window_and_one_with_a_micro_batch_left_out_use_the_sum_that_was_kept() -> None:
-    found = []
-    for left_out in (False, True):
-        model = converted(BF16)
-        step = TrainStep(
-            model,
-            lambda o, t: token_loss(o, t[0]) * t[1],
-            sgd(model),
-            accumulate_steps=4,
-            on_overflow="skip_microbatch",
-        )
-        for i, ((x, y), n) in enumerate(zip(ragged(), TOKENS, strict=True)):
-            if i == 2 and not left_out:
-                continue
-            step(x, (y, math.inf if i == 2 else 1.0), weight=n)
-        step.flush()
-        found.append(state(model))
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
-
-
 def test_a_weight_of_zero_first_leaves_a_micro_batch_out() -> None:
     found = []
     for with_it in (True, False):
@@ -470,9 +449,9 @@ def test_complex_gradients_that_are_not_finite_skip() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return torch.view_as_real(x * self.weight)
 
-    for settings in ({"max_grad_norm": 1.0}, {"on_overflow": "skip_microbatch"}):
+    for clip in (1.0, None):
         model = converted("O1,dtype=bf16", Phases)
-        step = TrainStep(model, loss_times, sgd(model), **settings)
+        step = TrainStep(model, loss_times, sgd(model), max_grad_norm=clip)
         assert step(X[0]).stepped
         before = state(model)
         assert not step(X[0], math.nan).stepped

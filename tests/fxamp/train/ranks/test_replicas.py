@@ -156,15 +156,6 @@ def test_two_ranks_train_as_one_that_takes_their_batches_as_micro_batches(two: W
     assert_as_alone(ranks, one)
 
 
-def test_a_micro_batch_that_overflows_on_one_rank_alone_is_left_out_alone(two: Workers) -> None:
-    settings = {"policy": FP16, "scaler": SCALER, "accumulate_steps": 2, "on_overflow": "skip_microbatch"}
-    ranks = two(train, OVERFLOWS, {"gradient_as_bucket_view": True}, settings)
-    one = alone(OVERFLOWS, 2, **settings)
-    assert one[2] == [4, 4, 3, 4, 4, 4]
-    assert not any(one[1])
-    assert_as_alone(ranks, one)
-
-
 ASKED_FOR: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"gradient_as_bucket_view": True, "bucket_cap_mb": SMALL_BUCKETS}, {"accumulate_steps": 2, "max_grad_norm": 0.05}),
     ({"find_unused_parameters": True}, {"accumulate_steps": 2, "weights": "per_step"}),
@@ -216,9 +207,9 @@ def test_a_parameter_that_some_rank_uses_is_trained_on_all_and_no_other(two: Wor
     torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
-def flush(counts: list[int], settings: dict[str, Any]) -> list[Any]:
+def flush(counts: list[int]) -> list[Any]:
     replica = DistributedDataParallel(converted(FP16))
-    step = step_of(replica, accumulate_steps=4, scaler=SCALER, **settings)
+    step = step_of(replica, accumulate_steps=4, scaler=SCALER)
     rank = dist.get_rank()
     results = []
     for window in range(2):
@@ -230,18 +221,15 @@ def flush(counts: list[int], settings: dict[str, Any]) -> list[Any]:
     return [[r.scale for r in results], [r.skipped for r in results], [r.kept for r in results], weights_of(replica)]
 
 
-@pytest.mark.parametrize("settings", [{}, {"on_overflow": "skip_microbatch"}], ids=str)
 @pytest.mark.parametrize("counts", [[1, 3], [3, 0]], ids=str)
-def test_the_last_micro_batches_of_an_epoch_may_be_more_on_one_rank(
-    two: Workers, counts: list[int], settings: dict[str, Any]
-) -> None:
+def test_the_last_micro_batches_of_an_epoch_may_be_more_on_one_rank(two: Workers, counts: list[int]) -> None:
     model = converted(FP16)
-    step = step_of(model, accumulate_steps=4, scaler=SCALER, **settings)
+    step = step_of(model, accumulate_steps=4, scaler=SCALER)
     for window in range(2):
         for x in X[4 * window :][: sum(counts)]:
             step(x)
         step.flush()
-    for rank in two(flush, counts, settings):
+    for rank in two(flush, counts):
         assert rank[1:3] == [[False] * 2, [sum(counts)] * 2]
         torch.testing.assert_close(rank[3], weights_of(model), rtol=0, atol=1e-6)
 

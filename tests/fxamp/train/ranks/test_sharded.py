@@ -17,7 +17,7 @@ from fxamp.train.describe import describe
 from passes.contract.errors import PolicyError
 from tests.fxamp.train.ranks.test_replicas import OVERFLOWS, alone, assert_as_alone, mine
 from tests.support.ranks import shard
-from tests.support.small import BF16, FP16, INF, SCALER, X, blocks, converted, step_of, weights_of
+from tests.support.small import BF16, FP16, SCALER, X, blocks, converted, step_of, weights_of
 from tests.support.workers import Workers, refused
 
 WINDOW: dict[str, Any] = {"scaler": SCALER, "accumulate_steps": 2, "max_grad_norm": 0.05}
@@ -57,7 +57,7 @@ def train(model: dict[str, Any], x: Tensor, settings: dict[str, Any]) -> list[An
     replica = sharded(**model)
     step = step_of(replica, **settings)
     results = [r for r in map(step, mine(x, settings.get("accumulate_steps", 1))) if r.reason != "accumulating"]
-    ranks_of_all = [r.kept * (2 if step.on_overflow == "skip_window" else 1) for r in results]
+    ranks_of_all = [2 * r.kept for r in results]
     culprits = [event.culprit for event in step.scaler.history if event.skipped]
     return [[r.scale for r in results], [r.skipped for r in results], ranks_of_all, weights_of(replica), culprits]
 
@@ -79,17 +79,6 @@ def test_shards_train_as_one_process_that_takes_their_batches_as_micro_batches(
     assert_as_alone(ranks, alone(OVERFLOWS, 2, policy=FP16, **WINDOW))
     assert ranks[0][4] == ranks[1][4]
     assert ranks[0][4][0].endswith("norm.weight (NaN)")
-
-
-def test_a_micro_batch_that_overflows_on_one_rank_is_left_out_on_all(two: Workers) -> None:
-    settings = {"scaler": SCALER, "accumulate_steps": 2, "on_overflow": "skip_microbatch"}
-    ranks = two(train, {"how": "converted"}, OVERFLOWS, settings)
-    together = OVERFLOWS.clone()
-    together[8] = INF  # what the first rank has at the same time
-    one = alone(together, 2, policy=FP16, **settings)
-    one[2] = [kept // 2 for kept in one[2]]
-    assert one[2] == [2, 2, 1, 2, 2, 2]
-    assert_as_alone(ranks, one)
 
 
 def train_fused(skip: bool) -> list[Any]:
