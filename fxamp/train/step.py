@@ -516,7 +516,6 @@ class TrainStep(TrainState):
 
     def _finish(self, window: Window, output: Any, total: int | None = None) -> StepResult:
         """End a window; `total` is the number of micro-batches of all ranks, if they end it early."""
-        self.weights.end()
         self._autocasts = [(d, torch.get_autocast_dtype(d)) for d in DEVICES if torch.is_autocast_enabled(d)]
         rates = self.rates()
         with range_of("update"), no_autocast():

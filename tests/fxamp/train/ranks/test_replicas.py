@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Iterator
@@ -14,10 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
 
 import fxamp
 from fxamp.train import window as window_file
 from tests.support.small import BF16, FP16, INF, SCALER, X, blocks, converted, loss_of, step_of, weights_of
+from tests.support.training import WeightCasts
 from tests.support.workers import Workers, refused
 
 SMALL_BUCKETS = 0.001  # MB: every layer has one of its own
@@ -107,6 +110,36 @@ def test_a_window_of_ones_own_whose_backwards_exchange_nothing_does_so_at_its_en
     expected = alone(X[:8], 2, policy=BF16, accumulate_steps=2)[3]
     for ours, theirs in zip(first, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+
+
+def loop(x: Tensor, once: bool) -> tuple[list[Tensor], list[Tensor], list[int]]:
+    """Train in a loop of one's own, with windows of two; return losses, weights, and casts of weights by step."""
+    model = converted(BF16)
+    replica = DistributedDataParallel(model)
+    optimizer = AdamW(model.parameters(), lr=0.01, fused=True)
+    losses: list[Tensor] = []
+    own = mine(x, 2)
+    scope: Any = fxamp.cast_once(replica) if once else contextlib.nullcontext()
+    with scope, WeightCasts(model) as casts:
+        for first, second in zip(own[::2], own[1::2], strict=True):
+            with replica.no_sync():
+                losses.append(loss_of(replica(first)))
+                losses[-1].backward()
+            losses.append(loss_of(replica(second)))
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [loss.detach() for loss in losses], weights_of(replica), casts.by_step
+
+
+def test_a_loop_on_two_ranks_casts_each_weight_once_a_step_and_trains_to_the_same_bits(two: Workers) -> None:
+    for (expected, trained, per_use), (losses, weights, casts) in zip(
+        two(loop, X[:16], False), two(loop, X[:16], True), strict=True
+    ):
+        assert all(map(torch.equal, losses, expected))
+        assert all(map(torch.equal, weights, trained))
+        assert per_use == [20] * 4
+        assert casts[1:] == [10] * 3
 
 
 def train(x: Tensor, wrap: dict[str, Any], settings: dict[str, Any]) -> list[Any]:
