@@ -26,7 +26,7 @@ from passes.contract.policy import Policy, check_used, module_override, type_nam
 from ..capture.graphs import is_compiled
 from ..convert import convert
 from ..train.given import scaler_of
-from ..train.scaler import LossScaler
+from ..train.scaler import LossScaler, is_held_back
 from ..view.frozen import cast_once
 from ..view.view import is_view, runner_of
 from .parts import policy_of_part
@@ -197,7 +197,7 @@ class FxampPrecision(Precision):  # type: ignore[misc]
 
     def _step(self, optimizer: Any, **kwargs: Any) -> Any:
         made = self.scaler.step(optimizer, **kwargs)
-        self.skipped += bool(self.scaler._held_back(optimizer))
+        self.skipped += bool(is_held_back(self.scaler, optimizer))
         self.scaler.update()
         return made
 

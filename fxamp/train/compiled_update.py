@@ -21,6 +21,7 @@ from .._torch import dynamo_errors, global_optimizer_hooks
 from .compiler import CompileSettings, Region
 from .ranks.ranks import total_norm
 from .result import HeldBack
+from .scaler import inverse_scale, note_step, update_scale
 from .update import AtEnd, Update, clip, has_state, is_fused, state_of, step_or_restore, take_step
 from .window import gradients, live
 
@@ -96,7 +97,7 @@ class CompiledUpdate:
         optimizers, scaler = end.optimizers, end.scaler
         stepped = [live([o]) for o in optimizers]
         states = [state_of(o) for o in optimizers]
-        inverse = scaler._inverse_scale() if scaler.is_enabled() else None
+        inverse = inverse_scale(scaler) if scaler.is_enabled() else None
         end.begins()
         try:
             with self._rates_as_tensors(optimizers), torch.no_grad():
@@ -121,9 +122,9 @@ class CompiledUpdate:
             # On a CPU the flag is read at once, so that the scaler can name the parameter.
             held = False if found is None else bool(found) if found.device.type == "cpu" else found
             held_back[optimizer] = held
-            scaler._note(optimizer, held)
+            note_step(scaler, optimizer, held)
             optimizer._opt_called = True  # type: ignore[attr-defined]  # which a scheduler asks for
-        scaler._update()
+        update_scale(scaler)
         return Update(held_back, norm)
 
 

@@ -300,48 +300,8 @@ class LossScaler(torch.amp.GradScaler):
         found = torch.autograd.grad(self.scale(loss), inputs, create_graph=create_graph)
         if not self._enabled or self._scale is None:
             return found
-        inverse = self._inverse_scale()
+        inverse = inverse_scale(self)
         return tuple(g.to(torch.promote_types(g.dtype, torch.float32)) * inverse.to(g.device) for g in found)
-
-    def _held_back(self, optimizer: Optimizer) -> bool | torch.Tensor:
-        """Say whether a gradient was not finite, after `unscale_` or `step`: if only the device knows, by a tensor."""
-        state = self._per_optimizer_states.get(id(optimizer)) if self._enabled else None
-        if state is None or "overflowed" in state:
-            return state is not None and _overflowed(state)
-        return _together(_found_infs([state]))
-
-    def _unscaled_found_inf(self, optimizer: Optimizer) -> torch.Tensor:
-        """Unscale the gradients of `optimizer`, once; return a tensor of shape () that is 0 where all are finite."""
-        if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
-            self.unscale_(optimizer)
-        return torch.as_tensor(self._held_back(optimizer))
-
-    def _inverse_scale(self) -> torch.Tensor:
-        """Return the factor that unscales gradients, as GradScaler computes it: an FP32 tensor of shape ()."""
-        if self._scale is None:
-            raise PolicyError("no loss was scaled yet: call scaler.scale(loss) first")
-        return self._scale.double().reciprocal().float()
-
-    def _note(self, optimizer: Optimizer, held_back: bool | torch.Tensor) -> None:
-        """Record whether the step of an optimizer was skipped that was not made by `step`: a bool, or one element."""
-        if self._enabled:
-            state = self._per_optimizer_states[id(optimizer)]
-            if isinstance(held_back, bool):
-                state["overflowed"] = held_back
-            device = None if self._scale is None else self._scale.device
-            found = torch.as_tensor(held_back, dtype=torch.float32, device=device).view(())
-            state.update(optimizer=optimizer, found_inf_per_device={found.device: found})
-
-    def _found_infs_of(self, optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
-        """Return a flag of one element for each optimizer and device: 1 if an unscaled gradient is not finite."""
-        return _found_infs([self._per_optimizer_states[id(o)] for o in optimizers]) if self._enabled else []
-
-    def _join_found_inf(self, optimizers: Sequence[Optimizer], also: Sequence[torch.Tensor] = ()) -> None:
-        """Make all of these optimizers, whose gradients are unscaled, skip their step if one has to, or a flag says."""
-        founds = self._found_infs_of(optimizers)
-        together = _together([*founds, *also])
-        for found in founds:
-            found.copy_(together)
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the gradients of `optimizer` by the scale, once, as GradScaler does.
@@ -377,35 +337,11 @@ class LossScaler(torch.amp.GradScaler):
             >>> scaler.get_scale()
             256.0
         """
-        looked_at = self._update(new_scale)
+        looked_at = update_scale(self, new_scale)
         if self.max_skips is not None and self._in_a_row.reaches(self.max_skips):
-            raise collapsed(self._in_a_row, self._gradients(looked_at), f"; the loss scale is now {self.get_scale()}")
-
-    def _update(self, new_scale: float | torch.Tensor | None = None) -> list[Optimizer]:
-        """Update the scale, leave the limit of skipped steps to the caller, and return the optimizers looked at."""
-        if not self._enabled:
-            return []
-        scale, _ = self._check_scale_growth_tracker("update")
-        before, limits, states = scale.clone(), self._extensions, list(self._per_optimizer_states.values())
-        found_infs = [found.clone() for found in _found_infs(states)]  # torch accumulates the flags in the first tensor
-        # Skips are counted where a setting needs their number, or where the flags were read already.
-        if limits.hysteresis > 1 or all("overflowed" in state for state in states):
-            self._in_a_row.add(any(_overflowed(state) for state in states))
-        elif limits.max_skips is not None and found_infs:
-            self._in_a_row.add(_together(found_infs))
-
-        super().update(new_scale)
-
-        waits = limits.hysteresis > 1 and 0 < self._in_a_row.read() < limits.hysteresis
-        if new_scale is None and (waits or not limits.dynamic):
-            scale.copy_(before)
-        if limits.min_scale is not None or limits.max_scale is not None:
-            scale.clamp_(limits.min_scale, limits.max_scale)
-        self._updates += 1
-        bad = [state["optimizer"] for state in states if state.get("overflowed")]
-        culprits = _Culprits(self._gradients(bad)) if bad else ""
-        self._events.append((self._updates, before, found_infs, culprits))
-        return [state["optimizer"] for state in states if _found_infs([state])]
+            raise collapsed(
+                self._in_a_row, named_gradients(self, looked_at), f"; the loss scale is now {self.get_scale()}"
+            )
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Set a new growth factor.
@@ -511,7 +447,7 @@ class LossScaler(torch.amp.GradScaler):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         # torch handles gradients of one mesh only, and asks other ranks only if the first gradient is sharded. It looks
         # at nothing but the gradients of parameters, so that their parts on this rank may stand in for these.
-        gradients = [gradient for _, gradient in self._gradients([optimizer])]
+        gradients = [gradient for _, gradient in named_gradients(self, [optimizer])]
         parts = list(map(local, gradients))
         stand_ins = [part.detach() for part in parts]
         for stand_in, part in zip(stand_ins, parts, strict=True):
@@ -526,11 +462,6 @@ class LossScaler(torch.amp.GradScaler):
         # As GradScaler does it, but the flag is read once and remembered.
         return None if _overflowed(optimizer_state) else optimizer.step(*args, **kwargs)
 
-    def _forget_step(self) -> None:
-        """Forget what was unscaled and stepped since the last update, after a step that failed halfway."""
-        if self._enabled:
-            self._per_optimizer_states.clear()
-
     def _describe(self, optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
         """List the parameters of `optimizer`, each with the best name there is."""
         for group_index, group in enumerate(optimizer.param_groups):
@@ -540,12 +471,103 @@ class LossScaler(torch.amp.GradScaler):
                     name = f"parameter {index} of group {group_index} (shape {tuple(param.shape)})"
                 yield name, param
 
-    def _first_bad(self, optimizers: Iterable[Optimizer]) -> str:
-        """Return the name of the first gradient that is not finite, and its kind."""
-        return str(_Culprits(self._gradients(optimizers)))
 
-    def _gradients(self, optimizers: Iterable[Optimizer]) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, p.grad) for o in optimizers for name, p in self._describe(o) if p.grad is not None)
+# What a TrainStep asks of a scaler between unscaling and update.
+
+
+def is_held_back(scaler: LossScaler, optimizer: Optimizer) -> bool | torch.Tensor:
+    """Say whether a gradient was not finite, after `unscale_` or `step`: if only the device knows, by a tensor."""
+    state = scaler._per_optimizer_states.get(id(optimizer)) if scaler._enabled else None
+    if state is None or "overflowed" in state:
+        return state is not None and _overflowed(state)
+    return _together(_found_infs([state]))
+
+
+def unscaled_found_inf(scaler: LossScaler, optimizer: Optimizer) -> torch.Tensor:
+    """Unscale the gradients of `optimizer`, once; return a tensor of shape () that is 0 where all are finite."""
+    if scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+        scaler.unscale_(optimizer)
+    return torch.as_tensor(is_held_back(scaler, optimizer))
+
+
+def inverse_scale(scaler: LossScaler) -> torch.Tensor:
+    """Return the factor that unscales gradients, as GradScaler computes it: an FP32 tensor of shape ()."""
+    if scaler._scale is None:
+        raise PolicyError("no loss was scaled yet: call scaler.scale(loss) first")
+    return scaler._scale.double().reciprocal().float()
+
+
+def note_step(scaler: LossScaler, optimizer: Optimizer, held_back: bool | torch.Tensor) -> None:
+    """Record whether the step of an optimizer was skipped that was not made by `step`: a bool, or one element."""
+    if scaler._enabled:
+        state = scaler._per_optimizer_states[id(optimizer)]
+        if isinstance(held_back, bool):
+            state["overflowed"] = held_back
+        device = None if scaler._scale is None else scaler._scale.device
+        found = torch.as_tensor(held_back, dtype=torch.float32, device=device).view(())
+        state.update(optimizer=optimizer, found_inf_per_device={found.device: found})
+
+
+def found_infs_of(scaler: LossScaler, optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
+    """Return a flag of one element for each optimizer and device: 1 if an unscaled gradient is not finite."""
+    return _found_infs([scaler._per_optimizer_states[id(o)] for o in optimizers]) if scaler._enabled else []
+
+
+def join_found_infs(scaler: LossScaler, optimizers: Sequence[Optimizer], also: Sequence[torch.Tensor] = ()) -> None:
+    """Make all of these optimizers, whose gradients are unscaled, skip their step if one has to, or a flag says."""
+    founds = found_infs_of(scaler, optimizers)
+    together = _together([*founds, *also])
+    for found in founds:
+        found.copy_(together)
+
+
+def update_scale(scaler: LossScaler, new_scale: float | torch.Tensor | None = None) -> list[Optimizer]:
+    """Update the scale, leave the limit of skipped steps to the caller, and return the optimizers looked at."""
+    if not scaler._enabled:
+        return []
+    scale, _ = scaler._check_scale_growth_tracker("update")
+    before, limits, states = scale.clone(), scaler._extensions, list(scaler._per_optimizer_states.values())
+    found_infs = [found.clone() for found in _found_infs(states)]  # torch accumulates the flags in the first tensor
+    # Skips are counted where a setting needs their number, or where the flags were read already.
+    if limits.hysteresis > 1 or all("overflowed" in state for state in states):
+        scaler._in_a_row.add(any(_overflowed(state) for state in states))
+    elif limits.max_skips is not None and found_infs:
+        scaler._in_a_row.add(_together(found_infs))
+
+    torch.amp.GradScaler.update(scaler, new_scale)
+
+    waits = limits.hysteresis > 1 and 0 < scaler._in_a_row.read() < limits.hysteresis
+    if new_scale is None and (waits or not limits.dynamic):
+        scale.copy_(before)
+    if limits.min_scale is not None or limits.max_scale is not None:
+        scale.clamp_(limits.min_scale, limits.max_scale)
+    scaler._updates += 1
+    bad = [state["optimizer"] for state in states if state.get("overflowed")]
+    culprits = _Culprits(named_gradients(scaler, bad)) if bad else ""
+    scaler._events.append((scaler._updates, before, found_infs, culprits))
+    return [state["optimizer"] for state in states if _found_infs([state])]
+
+
+def forget_step(scaler: LossScaler) -> None:
+    """Forget what was unscaled and stepped since the last update, after a step that failed halfway."""
+    if scaler._enabled:
+        scaler._per_optimizer_states.clear()
+
+
+def first_bad(scaler: LossScaler, optimizers: Iterable[Optimizer]) -> str:
+    """Return the name of the first gradient that is not finite, and its kind."""
+    return str(_Culprits(named_gradients(scaler, optimizers)))
+
+
+def named_gradients(scaler: LossScaler, optimizers: Iterable[Optimizer]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the gradients that there are, each with the name of its parameter."""
+    return ((name, p.grad) for o in optimizers for name, p in scaler._describe(o) if p.grad is not None)
+
+
+def scale_of(scaler: LossScaler) -> float | torch.Tensor:
+    """Return the loss scale, where it is: on the device a copy, which no update changes."""
+    scale = scaler._scale if scaler.is_enabled() else None
+    return scaler.get_scale() if scale is None else scale.clone()
 
 
 def collapsed(skips: Tally, named: Iterable[tuple[str, torch.Tensor]], more: str = "") -> ScaleCollapseError:

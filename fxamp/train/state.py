@@ -32,7 +32,7 @@ from .compiled_step import CompiledStep, require_output
 from .compiler import model_to_compile, settings_of
 from .ranks.ranks import Ranks
 from .ranks.refused import refuse_differences, refuse_unfit_model, refuse_unfit_ranks
-from .scaler import LossScaler, Tally, require_count, require_number, require_scale
+from .scaler import LossScaler, Tally, forget_step, require_count, require_number, require_scale
 from .update import needs_closure
 from .weights import Mode, WeightCasts
 from .window import ByHand, LossFunction, Window, live, parameters
@@ -290,7 +290,7 @@ class TrainState:
         """Leave the window that is open, without a step, if one is; what was cut off can be repeated."""
         self.weights.end()
         if self.opened is not None:
-            self.opened.scaler._forget_step()
+            forget_step(self.opened.scaler)
             self.by_hand.after_window(self.schedulers, self._clear(in_place=self.in_place))
             self.opened = None
 

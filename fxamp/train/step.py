@@ -39,7 +39,7 @@ from .describe import reasons_to_wait
 from .files import naming, weights_in
 from .ranks.ranks import exchange
 from .result import HostFlag, StepResult
-from .scaler import Tally, collapsed
+from .scaler import Tally, collapsed, first_bad, named_gradients, update_scale
 from .state import TrainState
 from .update import AtEnd, Update, step_by_closure, take_step
 from .weights import WeightCasts
@@ -548,7 +548,7 @@ class TrainStep(TrainState):
                 live[0], window.scaler, lambda: self._run_again(window, share, early), self.ranks, self.check_finite,
                 self._begin,
             )  # fmt: skip
-            window.scaler._update()
+            update_scale(window.scaler)
             update = Update({live[0]: held})
         else:
             end = AtEnd(
@@ -619,13 +619,13 @@ class TrainStep(TrainState):
         if skipped is True and not scaler.is_enabled():
             self.say(
                 "skip",
-                f"a step was skipped, because gradients are not finite, first {scaler._first_bad(self.optimizers)}; "
+                f"a step was skipped, because gradients are not finite, first {first_bad(scaler, self.optimizers)}; "
                 f"with max_skips={limit} in a row that is an error",
             )
         if not self.skips_in_a_row.reaches(limit):
             return None
         more = f"; the loss scale is now {scaler.get_scale()}" if scaler.is_enabled() else ""
-        return collapsed(self.skips_in_a_row, scaler._gradients(self.optimizers), more)
+        return collapsed(self.skips_in_a_row, named_gradients(scaler, self.optimizers), more)
 
     def _result(
         self, window: Window, update: Update | None, output: Any = None, kept: int | Tensor | None = None,

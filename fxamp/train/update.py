@@ -22,7 +22,16 @@ from torch.optim import SGD, Optimizer
 from .._torch import is_spread
 from .ranks.ranks import Ranks, local, total_norm
 from .result import HeldBack, HostFlag, to_host
-from .scaler import LossScaler
+from .scaler import (
+    LossScaler,
+    forget_step,
+    found_infs_of,
+    is_held_back,
+    join_found_infs,
+    note_step,
+    unscaled_found_inf,
+    update_scale,
+)
 from .window import gradients, holds_inf_or_nan, live, parameters
 
 
@@ -68,7 +77,7 @@ def take_step(end: AtEnd) -> Update:
     if end.max_grad_norm is not None or end.on_gradients is not None or ranks.decide_apart:
         for optimizer in end.optimizers:
             scaler.unscale_(optimizer)
-        ranks.agree(scaler._found_infs_of(end.optimizers))
+        ranks.agree(found_infs_of(scaler, end.optimizers))
     if end.on_gradients is not None:
         end.on_gradients(live(end.optimizers))
     if end.max_grad_norm is not None:
@@ -77,7 +86,7 @@ def take_step(end: AtEnd) -> Update:
             # The scaler looked at gradients before they could be changed.
             changed = [] if end.on_gradients is None else [holds_inf_or_nan(gradients(end.optimizers))]
             ranks.agree(changed)
-            scaler._join_found_inf(end.optimizers, changed)
+            join_found_infs(scaler, end.optimizers, changed)
         else:
             founds = [_found_inf(end, grad_norm)] * len(founds)
         clip(live(end.optimizers), end.max_grad_norm, grad_norm)
@@ -95,7 +104,7 @@ def take_step(end: AtEnd) -> Update:
         else:
             optimizer.step()
             held_back[optimizer] = False
-    scaler._update()
+    update_scale(scaler)
     return Update(held_back, grad_norm)
 
 
@@ -179,16 +188,16 @@ def _step_scaled(scaler: LossScaler, optimizer: Optimizer, followed: bool) -> He
     begun: list[bool | Tensor | HostFlag] = []
     with contextlib.ExitStack() as stack:
         if followed:  # when the hook runs, the flag has been computed, and no kernel of the step launched
-            hook = optimizer.register_step_pre_hook(lambda *_: begun.append(to_host(scaler._held_back(optimizer))))
+            hook = optimizer.register_step_pre_hook(lambda *_: begun.append(to_host(is_held_back(scaler, optimizer))))
             stack.callback(hook.remove)
         if is_undoable(optimizer) and not is_fused(optimizer):
-            held: HeldBack = step_where_finite(optimizer, scaler._unscaled_found_inf(optimizer))
-        elif _begins_undefined(optimizer) and bool(scaler._unscaled_found_inf(optimizer)):
+            held: HeldBack = step_where_finite(optimizer, unscaled_found_inf(scaler, optimizer))
+        elif _begins_undefined(optimizer) and bool(unscaled_found_inf(scaler, optimizer)):
             held = True  # its first step would make a state that holds nothing
-            scaler._note(optimizer, held_back=True)
+            note_step(scaler, optimizer, held_back=True)
         else:
             scaler.step(optimizer)
-            held = scaler._held_back(optimizer)
+            held = is_held_back(scaler, optimizer)
     return begun[0] if begun else held
 
 
@@ -257,8 +266,8 @@ def step_by_closure(
         with torch.enable_grad():
             loss = run()
         if undoes:
-            scaler._forget_step()  # what another evaluation unscaled
-            found = scaler._unscaled_found_inf(optimizer)
+            forget_step(scaler)  # what another evaluation unscaled
+            found = unscaled_found_inf(scaler, optimizer)
         else:
             looks = check_finite and not evaluated
             found = holds_inf_or_nan(gradients([optimizer])) if looks else torch.zeros(())
@@ -280,7 +289,7 @@ def step_by_closure(
                 for p, old in zip(parameters(optimizer), before, strict=True):
                     p.copy_(old)
             optimizer.load_state_dict(state)
-    scaler._note(optimizer, held_back)
+    note_step(scaler, optimizer, held_back)
     return held_back
 
 

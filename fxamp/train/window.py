@@ -23,7 +23,7 @@ from .._torch import is_profiling, sequence_number
 from ..observe import workload
 from ..observe.workload import output_of
 from .ranks.ranks import Ranks, agree, exchange, exchanged, groups_of, local
-from .scaler import LossScaler
+from .scaler import LossScaler, scale_of
 
 LossFunction = Callable[..., Tensor]
 Weight = float | Tensor
@@ -120,8 +120,7 @@ class Window:
     def scale(self) -> float | Tensor:
         """Its loss scale, a copy that no update changes; it stays on the device."""
         if self._scale is None:
-            scale = self.scaler._scale if self.scaler.is_enabled() else None
-            self._scale = self.scaler.get_scale() if scale is None else scale.clone()
+            self._scale = scale_of(self.scaler)
         return self._scale
 
     def scaled_by(self, scaler: LossScaler) -> None:

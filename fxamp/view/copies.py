@@ -98,12 +98,16 @@ class _Copy:
         for tensor in (self.node, self.low):
             mark_static_address(tensor)
         self._like = _like(master)
+        self._source: Tensor | None = None
+        self._state: tuple[Any, ...] = ()
         self.filled(master)
 
     def filled(self, master: Tensor) -> None:
         """Note that the copy holds what the parameter holds now."""
-        self.valid, self._state = True, _state(master)
-        self._source = master.detach()  # no other storage gets its address while this one lives
+        state = _state(master)
+        if self._source is None or state[1] != self._state[1]:
+            self._source = master.detach()  # no other storage gets its address while this one lives
+        self.valid, self._state = True, state
 
     def is_of(self, master: Tensor) -> bool:
         """Say whether the parameter is, as far as it can be told, what it was when it was cast."""
@@ -214,7 +218,7 @@ class Copies:
             master = copy.master()
             if master is None:
                 continue
-            written = not copy.is_of(master)
+            written = (copy.valid or copy.ends) and not copy.is_of(master)
             if copy.valid and not written:
                 continue
             if written and self.scope == "cast_once":

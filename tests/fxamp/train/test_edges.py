@@ -18,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import fxamp
 from fxamp.errors import ScaleCollapseError
+from fxamp.train.scaler import inverse_scale
 from fxamp.train.step import TrainStep
 from passes.contract.errors import PolicyError
 from tests.support.helpers import Layers
@@ -223,7 +224,7 @@ def test_a_limit_of_skips_that_is_far_away_keeps_no_flag_for_each_update() -> No
 
 def test_an_unused_scaler_says_that_no_loss_was_scaled() -> None:
     with pytest.raises(PolicyError, match=r"no loss was scaled yet: call scaler\.scale\(loss\) first"):
-        fxamp.LossScaler()._inverse_scale()
+        inverse_scale(fxamp.LossScaler())
 
 
 # ------------------------------------------------------------------------------------- results and files

@@ -14,7 +14,7 @@ from torch import nn
 from torch.amp import GradScaler
 
 from fxamp.errors import ScaleCollapseError
-from fxamp.train.scaler import LossScaler
+from fxamp.train.scaler import LossScaler, is_held_back
 from passes.contract.errors import FxampError, PolicyError
 from tests.support.helpers import saved
 from tests.support.training import Reads
@@ -188,7 +188,7 @@ def test_disabled_it_behaves_as_the_disabled_gradscaler() -> None:
     assert model.weight.isnan().all()
     assert scaler.state_dict() == {}
     assert scaler.history == ()
-    assert not scaler._held_back(optimizer)
+    assert not is_held_back(scaler, optimizer)
     scaler.load_state_dict({"scale": 2.0})
     assert not pickle.loads(pickle.dumps(scaler)).is_enabled()
 
@@ -441,13 +441,13 @@ def test_found_inf_tells_whether_a_step_was_skipped() -> None:
     x = torch.ones(2, 4)
     scaler.scale(good(x).mean() + bad(x).mean() * INF).backward()
     scaler.unscale_(bad_optimizer)
-    assert scaler._held_back(bad_optimizer)
-    assert not scaler._held_back(good_optimizer)  # nothing known yet
+    assert is_held_back(scaler, bad_optimizer)
+    assert not is_held_back(scaler, good_optimizer)  # nothing known yet
     scaler.step(good_optimizer)
     scaler.step(bad_optimizer)
-    assert (bool(scaler._held_back(good_optimizer)), bool(scaler._held_back(bad_optimizer))) == (False, True)
+    assert (bool(is_held_back(scaler, good_optimizer)), bool(is_held_back(scaler, bad_optimizer))) == (False, True)
     scaler.update()
-    assert not scaler._held_back(bad_optimizer)
+    assert not is_held_back(scaler, bad_optimizer)
 
 
 # ------------------------------------------------------------------------------------- bad input

@@ -99,7 +99,8 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 
 def train(
     batches: list[Tensor], optimizer: str, accumulate: int, *, once: bool,
-    between: Callable[[Any, int], object] | None = None, kind: type[nn.Module] = Small,
+    between: Callable[[Any, int], object] | None = None, within: Callable[[Any, int], object] | None = None,
+    kind: type[nn.Module] = Small,
 ) -> tuple[list[Tensor], list[int], list[Tensor]]:  # fmt: skip
     """Return losses, casts of weights by step, and the weights after some steps."""
     torch.manual_seed(0)
@@ -115,6 +116,8 @@ def train(
                     loss = F.cross_entropy(view(ids), ids.flatten()) / accumulate
                     loss.backward()
                     losses.append(loss.detach())
+                    if within is not None and len(losses) % accumulate:
+                        within(view, index)
                 stepper.step()
                 stepper.zero_grad()
             casts.append(counter.count)
@@ -178,8 +181,8 @@ EDITS = [edit_in_place, load, replace_data, assign, validate_swapped]
 
 @pytest.mark.parametrize("edit", EDITS)
 def test_an_edit_of_a_weight_is_seen(batches: list[Tensor], edit: Callable[[Any, int], object]) -> None:
-    expected = train(batches, "fused", 2, once=False, between=edit)
-    found = train(batches, "fused", 2, once=True, between=edit)
+    expected = train(batches, "fused", 2, once=False, within=edit)
+    found = train(batches, "fused", 2, once=True, within=edit)
     assert same(found[0], expected[0])
     assert same(found[2], expected[2])
 
