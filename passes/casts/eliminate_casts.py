@@ -6,7 +6,7 @@ they are:
     no_op           to(x: bf16, bf16)                  ->  x
     round_trip      to(to(x: bf16, f32), bf16)         ->  x          (widening and back; never narrowing and back)
     read            a = to(x: bf16, f32); to(to(a, bf16), f32)  ->  a    (an output that is read)
-    share           a = to(x, bf16); b = to(x, bf16)   ->  b = a      (same grad mode, no write in between)
+    share           a = to(x, bf16); b = to(x, bf16)   ->  b = a      (no write in between; one grad mode, or a weight)
     author          to(to(x: f32, bf16), bf16)         ->  to(x, bf16)   (the second one is the author's)
     promote         add(to(x: bf16, f32), y: f32)      ->  add(x, y)  (the kernel promotes)
     dtype_argument  sum(to(x: bf16, f32))              ->  sum(x, dtype=f32)
@@ -29,7 +29,7 @@ from torch.fx import Graph, Node
 
 from ..form import Assignment, Ensures, Unit
 from ..graph.aliases import Aliases, may_alias
-from ..graph.grad import grad_modes, requires_grad, shares_cast, shares_storage, what_it_reads
+from ..graph.grad import grad_modes, is_leaf, requires_grad, shares_cast, shares_storage, what_it_reads
 from ..graph.notes import CLAMP_OPERAND, READ_OUTPUT, is_inserted, note, note_of
 from ..graph.values import LOW_DTYPES, literal_dtype
 from ..ops import ops
@@ -134,10 +134,13 @@ def _share(graph: Graph, assignment: Assignment, mode: str) -> int:
         by_rule = all(u in assignment.colours and assignment.colours[u].reason.kind == LOW for u in cast.users)
         if not shares_cast(mode, value, cast, is_inserted(cast) and by_rule, grad):
             continue
-        keep = first.setdefault((*_what_is_cast(cast), modes[cast], aliases.epoch(value, cast)), cast)
+        grad_mode, switches = modes[cast]
+        across = is_inserted(cast) and is_leaf(value) and value in grad  # it may be cast for readers of both modes
+        key = (*_what_is_cast(cast), across or grad_mode, switches, aliases.epoch(value, cast))
+        keep = first.setdefault(key, cast)
         if keep is cast or not is_inserted(cast) or (cast.target is cast_weight and not is_inserted(keep)):
             continue
-        if cast.target is cast_weight:  # if one reader needs this variant, it suits all of them
+        if cast.target is cast_weight or modes[keep] != modes[cast]:  # this variant suits all readers
             keep.target = cast_weight
         edits += _replace(graph, cast, keep)
     return edits

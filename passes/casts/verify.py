@@ -35,7 +35,7 @@ from ..graph.values import (
 )
 from ..ops import ops
 from ..ops.rules import KEEP, LOW, row_of
-from ..runtime.casts import cast_floating
+from ..runtime.casts import cast_floating, cast_weight
 
 _REPORT = "This is a bug in fxamp; please report it."
 
@@ -240,10 +240,12 @@ def _cast_statistics(emitted: Emitted, node: Node) -> Node | None:
 def _other_grad_mode(emitted: Emitted, node: Node) -> Node | None:
     """Illegal: a cast made under no_grad whose result is read with gradients on.
 
-    An output that is read is cast where gradients are on: the caller's mode there is no other than that of a region.
+    A weight may be cast with its history in either mode. An output that is read is cast where gradients are on: the
+    caller's mode there is no other than that of a region.
     """
     modes = emitted.grad_modes  # beside them the transforms of torch.func, whose end reads what was cast inside
-    inserted = (n for n in node.all_input_nodes if is_inserted(n) and node.op != "output")
+    read = node.all_input_nodes if node.op != "output" else ()
+    inserted = (n for n in read if is_inserted(n) and n.target is not cast_weight)
     others = (n for n in inserted if modes[n][0] != modes[node][0])
     return _first(n for n in others if note_of(n).made_by == CAST_OPERAND or False in (modes[n][0], modes[node][0]))
 

@@ -14,6 +14,7 @@ from torch.fx import Graph, Node
 
 from .._torch import INFERENCE, SET_GRAD, enter_autocast, exit_autocast
 from ..contract.devices import DEVICES
+from ..runtime.casts import cast_weight
 from ..runtime.regions import grad_mode
 from .aliases import Aliases, may_write
 from .notes import is_parameter, note_of
@@ -56,6 +57,8 @@ def requires_grad(graph: Graph) -> frozenset[Node]:
                 unknown = node.op == "get_attr" and "val" not in node.meta and note_of(node).role != "buffer"
                 if unknown or getattr(node.meta.get("val"), "requires_grad", False):
                     out.add(node)
+            elif node.target is cast_weight and node.args[0] in out:
+                out.add(node)
             elif modes[node][0] is not False and (node.op == "call_module" or not out.isdisjoint(node.all_input_nodes)):
                 out.add(node)
                 written.update(may_write(node))

@@ -48,12 +48,10 @@ class _Again(torch.autograd.Function):
 
 
 def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast a weight that keeps `requires_grad` under no_grad, as autocast's cached casts do.
+    """Cast a weight with its history, under no_grad too: what reads the cast may run with gradients on or off.
 
-    For a non-contiguous input of three dimensions or more, `requires_grad` of the weight decides whether torch folds a
-    matrix product into one of two dimensions, which rounds differently.
+    That suits products: for a non-contiguous input of three dimensions or more, `requires_grad` of the weight decides
+    whether torch folds a matrix product into one of two dimensions, which rounds differently.
     """
-    cast = weight.to(dtype)
-    if weight.requires_grad and not cast.requires_grad and not torch.is_inference_mode_enabled():
-        cast.requires_grad_()
-    return cast
+    with torch.enable_grad():
+        return weight.to(dtype)

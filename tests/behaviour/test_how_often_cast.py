@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxamp
+from fxamp.measure.counts import step_counts
 from tests.support.front_ends import (
     BF16,
     F32,
@@ -131,3 +132,37 @@ def test_every_cast_is_to_the_dtype_that_was_asked_for(name: str, low: torch.dty
     _, module = converted(lambda self, x: self.m(F.gelu(self.l(x))).exp(), front_end, f"O1,dtype={name}")
     assert {n.args[1] for n in casts(module)} == {low, F32}
     assert set(decided(module, "linear")) == {str(low).removeprefix("torch.")}
+
+
+def no_grad_first(self: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        known = self.l(self.m(x))
+    return self.m(self.l(x + known))
+
+
+def no_grad_last(self: Any, x: Tensor) -> Tensor:
+    y = self.m(self.l(x))
+    with torch.no_grad():
+        target = self.l(self.m(x * 0.9))
+    return y - target
+
+
+@pytest.mark.parametrize("policy", ["O1,dtype=bf16", "O2,dtype=bf16"])
+@pytest.mark.parametrize("forward", [no_grad_first, no_grad_last])
+def test_a_weight_is_cast_once_for_passes_with_and_without_gradients(forward: Any, policy: str) -> None:
+    """Self-conditioning of diffusion, consistency losses: one forward without gradients, and one with."""
+    torch.manual_seed(0)
+    model, x = Two(forward), torch.randn(64, 6)
+    view = fxamp.convert(model, (x,), policy=policy)
+    if policy.startswith("O1"):
+        assert_trains_as_autocast(view, model, x)
+
+    def under_autocast() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x).float().sum()
+
+    view(x)
+    theirs, ours = step_counts(under_autocast), step_counts(lambda: fxamp.graphs(view)[0](x)[0].sum())
+    assert ours.casts <= theirs.casts
+    with torch.no_grad():  # a cast with its history hands none on
+        assert not view(x).requires_grad

@@ -291,8 +291,9 @@ def test_a_stream_to_which_many_layers_add_is_no_accumulator() -> None:
 
 
 @pytest.mark.parametrize("body", [*CHOICES.values(), *LOSSES.values()])
-def test_a_plan_does_not_depend_on_the_batch_of_the_example(body: Any) -> None:
-    few, many = (
-        fxamp.plan(Layer(body), (torch.randn(n, 16), torch.randn(n, 16)), policy="O2,dtype=bf16") for n in (5, 2_000)
-    )
-    assert [(d.key, d.colour, d.code) for d in few.decisions] == [(d.key, d.colour, d.code) for d in many.decisions]
+def test_what_is_kept_does_not_depend_on_the_batch_of_the_example(body: Any) -> None:
+    kept = []
+    for n in (5, 2_000):
+        plan = fxamp.plan(Layer(body), (torch.randn(n, 16), torch.randn(n, 16)), policy="O2,dtype=bf16")
+        kept.append([(d.key, d.code) for d in plan.decisions if d.code in ("choice", "small", "accumulator")])
+    assert kept[0] == kept[1] != []
