@@ -295,4 +295,4 @@ class CallCensus:
             text = f"{found.name}: {len(found.differences)} differences between what ran and the plan:{listed}"
             if self._how == "error":
                 raise VerificationError(text)
-            warnings.warn(text, stacklevel=5)
+            warnings.warn(text, stacklevel=4)

@@ -254,7 +254,7 @@ class TrainState:
             warnings.warn(
                 "training in FP16 without loss scaling: gradients below 6e-8 become zero. "
                 'Leave scaler at "auto", or give a LossScaler.',
-                stacklevel=4,
+                stacklevel=3,
             )
         return self.opened
 
