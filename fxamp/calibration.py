@@ -149,13 +149,12 @@ class Calibration(Result):
             >>> found = fxamp.calibrate(model, x, y, loss=nn.functional.cross_entropy)
             >>> found.refuse_edited({"1/relu#0": (("2/linear#0",), "")}, whole=False)
         """
+        both = wiring.keys() & self.readers.keys()
         for key, (readers, numbers) in wiring.items():
             if key not in self.readers:
                 continue
             # What another level splits, as a loss, is in one of the two alone.
-            before = [r for r in self.readers[key] if r in wiring]
-            now = [r for r in readers if r in self.readers]
-            if before != now:
+            if [r for r in self.readers[key] if r in both] != [r for r in readers if r in both]:
                 was, now_by = _listed(self.readers[key]), _listed(readers)
                 raise PlanError(_edited(f"{key!r} was read by {was}, and now by {now_by}"))
             if numbers != self.numbers.get(key, ""):

@@ -38,6 +38,7 @@ sys.path.insert(0, str(HERE.parent))
 
 import fxamp  # noqa: E402
 from fxamp.calibration import ROOM  # noqa: E402
+from fxamp.diagnose.step import given_step  # noqa: E402
 from fxamp.diagnose.subject import POLICIES, Subject  # noqa: E402
 from fxamp.error.derivatives import Derivatives, keys_of  # noqa: E402
 from fxamp.error.estimate import estimated  # noqa: E402
@@ -45,7 +46,7 @@ from fxamp.error.measure import measured  # noqa: E402
 from fxamp.error.report import ErrorReport, Tally, squared  # noqa: E402
 from fxamp.error.rounding import rounded  # noqa: E402
 from fxamp.observe.emulation import Site  # noqa: E402
-from fxamp.observe.workload import floats, given_step  # noqa: E402
+from fxamp.observe.workload import floats  # noqa: E402
 from reports.architectures import BY_NAME as ARCHITECTURES  # noqa: E402
 from reports.made import made, sentence  # noqa: E402
 from reports.plot import scatter  # noqa: E402

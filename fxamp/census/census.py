@@ -117,16 +117,16 @@ class Census(Result):
 
     def _low(self) -> str:
         """Say how much ran in 16 bits, and what did not, the largest first."""
-        flops = Counter[str]()
-        for row in self.ran:
-            if row.product and row.dtype not in _LOW:
-                flops[row.where] += row.flops
+        flops, wrong = Counter[str](), {(d.graph, d.where) for d in self.differences}
+        wide = [row for row in self.ran if row.product and row.dtype not in _LOW]
+        for row in wide:
+            flops[row.where] += row.flops
         whole = sum(row.flops for row in self.ran)
         if not whole:
             return "no product ran"
         rest = [f"{where} {100 * n / whole:.1f} %" for where, n in flops.most_common(3)]
-        differ = {d.where for d in self.differences}
-        planned = "" if self.planned is None or differ & flops.keys() else ", as planned"
+        kept = self.planned is not None and all(r.graph >= 0 and (r.graph, r.where) not in wrong for r in wide)
+        planned = ", as planned" if kept else ""
         more = f" and {len(flops) - 3} more" if len(flops) > 3 else ""
         why = f"; in FP32{planned}: {', '.join(rest)}{more}" if rest else ""
         return f"{100 * (1 - sum(flops.values()) / whole):.1f} % of FLOPs in 16 bits{why}"
@@ -303,4 +303,4 @@ class CallCensus:
             text = f"{found.name}: {len(found.differences)} differences between what ran and the plan:{listed}"
             if self._how == "error":
                 raise VerificationError(text)
-            warnings.warn(text, stacklevel=5)
+            warnings.warn(text, stacklevel=4)

@@ -15,7 +15,7 @@ from .tune import tune
 
 
 def verify(*args: Any, **kwargs: Any) -> ErrorReport:
-    """Call `fxamp.measure_error`, which this was the name of.
+    """Call `fxamp.measure_error`, which this was the name of; the loss is a tensor of one element.
 
     Example:
         >>> import warnings
@@ -30,7 +30,7 @@ def verify(*args: Any, **kwargs: Any) -> ErrorReport:
 
 
 def advise(*args: Any, **kwargs: Any) -> Comparison:
-    """Call `fxamp.compare`, which this was the name of.
+    """Call `fxamp.compare`, which this was the name of; the loss is a tensor of one element.
 
     Example:
         >>> import warnings
@@ -45,7 +45,7 @@ def advise(*args: Any, **kwargs: Any) -> Comparison:
 
 
 def bisect(*args: Any, metric: Callable[[Any], Any], bound: float, **kwargs: Any) -> Plan:
-    """Call `fxamp.tune` with a metric and a bound, which this was the name of.
+    """Call `fxamp.tune` with a metric, a number or a tensor of one element, and a bound; this was the name of that.
 
     Example:
         >>> import warnings

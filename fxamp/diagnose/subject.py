@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from passes._torch import pytree
 from passes.contract.costs import CostModel
 from passes.contract.errors import CaptureError, PolicyError
 from passes.contract.policy import Policy
+from passes.graph.notes import is_ours
 
 from ..capture.emitted import record_on
 from ..capture.graph import Graph
@@ -26,7 +27,8 @@ from ..convert import convert, converted_in
 from ..errors import in_short
 from ..measure.counts import step_counts
 from ..observe.eight_bits import as_made_of
-from ..observe.emulation import At, Decides, Edge, Emulation, GraphSites, Read, Site, Watched, is_fp32
+from ..observe.emulation import At, Decides, Edge, Emulation, GraphSites, Read, Site, is_fp32
+from ..observe.interpret import Run
 from ..observe.snapshot import outside_of_regions
 from ..observe.tensors import dense
 from ..observe.watch import run_instead
@@ -244,7 +246,7 @@ class Subject:
             counted[0] += 1
             inputs.update(map(id, (*args, *graph.parameters())))
             sites = self.sites(graph, converted)
-            return Emulation(graph, sites, at, edge, read, decides, everywhere).run(*args, enable_io_processing=False)
+            return Emulation(graph, sites, at, edge, read, decides, everywhere).start(*args)
 
         with run_instead(run):
             ran = self._step(self.view(name), batch, contextlib.nullcontext, scale, backward=backward)
@@ -258,7 +260,15 @@ class Subject:
         """Run a forward with the real kernels of a policy, node by node, and look at the float values."""
 
         def run(converted: Any, graph: GraphModule, args: tuple[Any, ...]) -> Any:
-            return Watched(graph, self.sites(graph, converted), see).run(*args, enable_io_processing=False)
+            sites = self.sites(graph, converted)
+
+            def call(run: Run, n: Node) -> Any:
+                value = run.value_of(n)
+                if not is_ours(n) and isinstance(value, Tensor) and value.is_floating_point():
+                    see(sites.of(n), value)
+                return value
+
+            return Run(graph, call).start(*args)
 
         with run_instead(run):
             self._step(self.view(name), batch, contextlib.nullcontext, backward=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from passes._torch import OpOverload, own_schema, pytree
 
-from .._torch import TorchDispatchMode
+from ..observe.interpret import Ops
 
 
 @contextlib.contextmanager
@@ -30,7 +30,7 @@ def in_float64(model: nn.Module, *, draws: bool) -> Iterator[None]:
     try:
         for t, data in narrow:
             t.data = data.double()
-        with _DrawnInFP32() if draws else contextlib.nullcontext():  # type: ignore[no-untyped-call]
+        with Ops(_drawn_in_fp32) if draws else contextlib.nullcontext():
             yield
     finally:
         for t, data in narrow:
@@ -42,20 +42,15 @@ def generators(device: str) -> list[Tensor]:
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if device == "cuda" else ())]
 
 
-class _DrawnInFP32(TorchDispatchMode):
-    """Draws in FP32 what is to be float64: for another dtype a generator gives other numbers."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        given: Any = (args, dict(kwargs or {}))
-        if not _draws(func) or not any(map(_is_wide, pytree.tree_leaves(given))):
-            return func(*args, **given[1])
-        narrow_args, narrow_kwargs = pytree.tree_map(_narrowed, given)
-        made = func(*narrow_args, **narrow_kwargs)
-        if own_schema(func).is_mutable:
-            return args[0].copy_(made)
-        return made.double() if made.dtype == torch.float32 else made
+def _drawn_in_fp32(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Draw in FP32 what is to be float64: for another dtype a generator gives other numbers."""
+    if not _draws(func) or not any(map(_is_wide, pytree.tree_leaves((args, kwargs)))):
+        return func(*args, **kwargs)
+    narrow_args, narrow_kwargs = pytree.tree_map(_narrowed, (args, kwargs))
+    made = func(*narrow_args, **narrow_kwargs)
+    if own_schema(func).is_mutable:
+        return args[0].copy_(made)
+    return made.double() if made.dtype == torch.float32 else made
 
 
 @functools.cache

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._torch import TorchDispatchMode
+from ..observe.interpret import Ops
 from ..observe.watch import casts_in
 
 
@@ -28,17 +28,15 @@ class StepCounts:
     ops: int
 
 
-class _Counter(TorchDispatchMode):
+class _Counter(Ops):
     """Counts ops, and among them those that change a floating dtype; a batched copy is one cast."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__(self._count)
         self.casts = self.cast_bytes = self.ops = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
+    def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = func(*args, **kwargs)
         self.ops += 1
         casts = casts_in(func, args, out)
         self.casts += bool(casts)

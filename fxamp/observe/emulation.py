@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Interpreter, Node, map_arg
+from torch.fx import GraphModule, Node, map_arg
 
 from passes._torch import pytree
 from passes.graph.aliases import Aliases
@@ -32,6 +32,7 @@ from passes.runtime.casts import again, cast_floating, cast_weight
 from passes.runtime.regions import under_autocast
 
 from .._torch import safe_softmax
+from .interpret import Run
 from .places import OUTPUT, author_keys, node_keys, readers
 from .workload import floats
 
@@ -163,7 +164,7 @@ class GraphSites:
         return self._aliases.is_mutated(node)
 
 
-class Emulation(Interpreter):
+class Emulation(Run):
     """Runs one emitted graph in FP32.
 
     Args:
@@ -192,7 +193,7 @@ class Emulation(Interpreter):
         if n.op == "output":
             return map_arg(n.args[0], lambda o: self.env[o] if self._has_gradient(o) else _constant(self.env[o]))
         if not n.op.startswith("call"):
-            value = pytree.tree_map(raised, super().run_node(n))
+            value = pytree.tree_map(raised, self.value_of(n))
             if any(isinstance(v, Tensor) and v.requires_grad for v in pytree.tree_leaves(value)):
                 self._learns.add(n)
             return value
@@ -300,21 +301,6 @@ def _statistics(node: Node, bodies: Mapping[Node, list[Body]]) -> set[Node]:
 
 def _constant(value: Any) -> Any:
     return pytree.tree_map(lambda v: v.detach() if isinstance(v, Tensor) and v.requires_grad else v, value)
-
-
-class Watched(Interpreter):
-    """Runs one emitted graph as it is; `see` is called with every node of the author's that makes a float tensor."""
-
-    def __init__(self, graph: GraphModule, sites: GraphSites, see: Callable[[Site, Tensor], None]) -> None:
-        super().__init__(graph)
-        self._sites, self._see = sites, see
-
-    def run_node(self, n: Node) -> Any:
-        """Run one node."""
-        value = super().run_node(n)
-        if n.op.startswith("call") and not is_ours(n) and isinstance(value, Tensor) and value.is_floating_point():
-            self._see(self._sites.of(n), value)
-        return value
 
 
 # Kernels that round inside.

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
 import passes
@@ -35,7 +35,6 @@ from passes.ops.rules import LOW, RULES
 from .._torch import (
     MODULE_CALLS,
     Kernel,
-    TorchDispatchMode,
     current_autograd_node,
     dispatch_modes,
     recorded_by_inductor,
@@ -44,6 +43,7 @@ from .._torch import (
     storage_id,
     without_modes,
 )
+from .interpret import Ops, Run
 from .tensors import strided
 
 _PACKAGES = tuple(
@@ -162,7 +162,7 @@ class Ran:
     kernels: tuple[list[Kernel], list[Kernel]] | None = None
 
 
-class Watch(TorchDispatchMode):
+class Watch(Ops):
     """Records what runs while it is on. Dynamo captures and runs graphs under it as without it.
 
     Args:
@@ -186,7 +186,7 @@ class Watch(TorchDispatchMode):
         return True
 
     def __init__(self, model: nn.Module, frame: CodeType) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__(self.op)
         self.sums: dict[Seen, Sum] = {}
         self.graphs: list[Ran] = []
         self.missed: list[tuple[nn.Module, str]] = []
@@ -201,10 +201,8 @@ class Watch(TorchDispatchMode):
         self._numbers: list[int] = []  # of autograd, and the places of the ops that were recorded with them
         self._places: list[Place] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        named = kwargs or {}
+    def op(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Run an op, and note it."""
         out = func(*args, **named)
         inside = (
             [i for i, a in enumerate(args) if isinstance(a, OpOverload)] if not isinstance(func, OpOverload) else ()
@@ -306,13 +304,30 @@ class Watch(TorchDispatchMode):
         before = self._place
         try:
             if not by:
-                return _Steps(self, graph, ran).run(*args, enable_io_processing=False)
+                return self._steps(graph, ran).start(*args)
             self._place = Place("region", graph=self.number(ran[0]))
             if by == "inductor" and compile is not None:
                 run = self._recorded(ran, compile, args)
             return run(*args)
         finally:
             self._place = before
+
+    def _steps(self, graph: GraphModule, ran: Sequence[Ran]) -> Run:
+        """Return a run of a graph, node by node, in which each op is known to be at which node of which plan."""
+        planned: dict[str, tuple[Ran, Place]] = {}
+        for one in ran:
+            names = one.part.names if one.part.names is not None else {n.name: n.name for n in graph.graph.nodes}
+            at = self.number(one)
+            planned.update((name, (one, Place("node", of_plan, at))) for name, of_plan in names.items())
+
+        def call(run: Run, n: Node) -> Any:
+            one, self._place = planned.get(n.name, (None, Place("own")))
+            place, made = self._place, run.value_of(n)
+            if one is not None:
+                one.nodes[place.where] = dtypes_in([run.env.get(o) for o in n.all_input_nodes]), dtypes_in(made)
+            return made
+
+        return Run(graph, call)
 
     def number(self, ran: Ran) -> int:
         """Return which of the graphs that ran this is."""
@@ -348,28 +363,6 @@ def _of_part(part: Part, kernels: list[Kernel]) -> list[Kernel]:
     """Return kernels with the names that their nodes have in the graph of a plan, "" for those of other nodes."""
     names = part.names
     return kernels if names is None else [replace(k, made_from=names.get(k.made_from, "")) for k in kernels]
-
-
-class _Steps(Interpreter):
-    """Runs a graph node by node, and tells the watch which node of which plan it is at."""
-
-    def __init__(self, watch: Watch, graph: GraphModule, ran: Sequence[Ran]) -> None:
-        super().__init__(graph)
-        self._watch, self._planned = watch, dict[str, tuple[Ran, Place]]()
-        for one in ran:
-            names = one.part.names if one.part.names is not None else {n.name: n.name for n in graph.graph.nodes}
-            at = watch.number(one)
-            self._planned.update((name, (one, Place("node", planned, at))) for name, planned in names.items())
-
-    def run_node(self, n: Node) -> Any:
-        if not n.op.startswith("call"):
-            return super().run_node(n)
-        ran, place = self._planned.get(n.name, (None, Place("own")))
-        self._watch._place = place
-        made = super().run_node(n)
-        if ran is not None:
-            ran.nodes[place.where] = (dtypes_in([self.env.get(o) for o in n.all_input_nodes]), dtypes_in(made))
-        return made
 
 
 def watching() -> Watch | None:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx import Graph, GraphModule, Node
 
 from passes._torch import OpOverload, own_schema, pytree
 from passes.contract.errors import PolicyError
@@ -41,6 +41,7 @@ from ..census.rows import Ledger, ledgers_of, where_of
 from ..convert import converted_in
 from ..diagnose.step import Batch, GivenStep, converted_by, given_step, watched_graphs
 from ..observe.emulation import is_fp32, raised
+from ..observe.interpret import Run
 from ..observe.snapshot import outside_of_regions
 from ..observe.tensors import dense
 from ..observe.watch import Part, Place, Ran, Watch, floats_in, gives_view
@@ -348,10 +349,8 @@ class _Finite(Watch):
         self._origins.append(made)
         return made
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        named = kwargs or {}
+    def op(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Run an op, and look at what it makes."""
         written = floats_in((args, named)) if _writes(func) else []
         before = {id(t): _range(t) for t in written}
         out = func(*args, **named)
@@ -416,7 +415,7 @@ class _Finite(Watch):
             if id(value) in self._handed:  # from a graph before a break
                 self._crossed[at, n.name] = self._handed[id(value)][1]
         try:
-            outputs = _Nodes(self, at).run(*args, enable_io_processing=False)
+            outputs = self._nodes(at).start(*args)
             for n, value in zip(ran.output_node().all_input_nodes, _distinct(ran, outputs), strict=False):
                 self._handed[id(value)] = value, (at, n.name)
             return outputs
@@ -434,7 +433,22 @@ class _Finite(Watch):
             self.graphs.append(Ran(known, graph, "", Part(known)))
         return first
 
-    def node(self, nodes: _Nodes, n: Node) -> Any:
+    def _nodes(self, number: int) -> Run:
+        """Return a run of a graph; a checkpoint is entered, and its body runs there, once."""
+        graph = self.graphs[number].graph
+        bodies = {n: held[0] for n, held in Body(graph, None).bodies().items() if held[0].first is not None}
+
+        def call(run: Run, n: Node) -> Any:
+            if n in bodies:
+                inside = next(at for at, ran in enumerate(self.graphs) if ran.graph is bodies[n].module)
+                args, _ = run.fetch_args_kwargs_from_env(n)
+                return self._nodes(inside).start(*args[bodies[n].first :])
+            self._place = Place("node", n.name, number)
+            return self.node(run, number, n)
+
+        return Run(graph, call, keeps=self.heals)
+
+    def node(self, nodes: Run, number: int, n: Node) -> Any:
         """Run a node; where values shall fit, in FP32 if its value or an operand does not fit into its low dtype."""
         if not self.heals:
             return nodes.value_of(n)
@@ -443,7 +457,7 @@ class _Finite(Watch):
             made = nodes.value_of(n)
             return operands[0] if _overflows(made, operands[0]) else made
         args, kwargs = torch.fx.map_arg((n.args, n.kwargs), lambda o: _planned(o, nodes.env[o]))
-        at = (nodes.at, n.name)
+        at = (number, n.name)
         if self.follows(at) and any(_is_low(o) and is_fp32(nodes.env[o]) for o in n.all_input_nodes):
             return nodes.call(n, *pytree.tree_map(raised, torch.fx.map_arg((n.args, n.kwargs), nodes.before_casts)))
         if not self.may_be_fp32(at):
@@ -455,42 +469,6 @@ class _Finite(Watch):
             self.forced[at] = None
         # FP32 throughout: its operands as they were before casts of fxamp, and those that are low upcast
         return nodes.call(n, *pytree.tree_map(raised, torch.fx.map_arg((n.args, n.kwargs), nodes.before_casts)))
-
-
-class _Nodes(Interpreter):
-    """Runs the graph of a number in a watch, which chooses how each node runs."""
-
-    def __init__(self, watch: _Finite, at: int) -> None:
-        super().__init__(watch.graphs[at].graph, garbage_collect_values=not watch.heals)
-        self.watch, self.at = watch, at
-        inside = Body(watch.graphs[at].graph, None).bodies()
-        self._entered = {n: held[0] for n, held in inside.items() if held[0].first is not None}
-
-    def run_node(self, n: Node) -> Any:
-        """Run a call by the watch, and anything else as it is."""
-        if not n.op.startswith("call"):
-            return super().run_node(n)
-        if n in self._entered:  # a checkpoint: its body runs here, once
-            body = self._entered[n]
-            inside = next(at for at, ran in enumerate(self.watch.graphs) if ran.graph is body.module)
-            args, _ = self.fetch_args_kwargs_from_env(n)
-            return _Nodes(self.watch, inside).run(*args[body.first :], enable_io_processing=False)
-        self.watch._place = Place("node", n.name, self.at)
-        return self.watch.node(self, n)
-
-    def before_casts(self, n: Node) -> Any:
-        """Return a value that has been computed, as it was before casts of fxamp."""
-        while is_inserted(n):
-            n = n.all_input_nodes[0]
-        return self.env[n]
-
-    def call(self, n: Node, args: Any, kwargs: Any) -> Any:
-        """Run a call on other operands."""
-        return getattr(self, n.op)(n.target, args, kwargs)
-
-    def value_of(self, n: Node) -> Any:
-        """Run a call, and return its value."""
-        return super().run_node(n)
 
 
 def _distinct(graph: Graph, outputs: Any) -> list[Any]:

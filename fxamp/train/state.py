@@ -281,7 +281,7 @@ class TrainState:
             warnings.warn(
                 "training in FP16 without loss scaling: gradients below 6e-8 become zero. "
                 'Leave scaler at "auto", or give a LossScaler.',
-                stacklevel=4,
+                stacklevel=3,
             )
         self.opened = Window(scaler, scale)
         return self.opened

@@ -50,7 +50,7 @@ def run_examples(page: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "page",
     [
-        # What they call is tested in tests/fxamp/trust and integrations, on models that take less long.
+        # What they call is tested in tests/fxamp, by diagnostic, and integrations, on models that take less long.
         pytest.param(page, id=page.stem, marks=pytest.mark.matrix if page.stem in SLOW else ())
         for page in (README, *sorted(GUIDES.glob("*.md")))
     ],

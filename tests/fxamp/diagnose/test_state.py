@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from unittest import mock
 
@@ -177,3 +177,73 @@ def test_a_step_after_a_census_is_bit_equal_to_one_without() -> None:
         assert torch.equal(first, other(X, Y).loss)
     pairs = zip(one.model.parameters(), other.model.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
+
+
+class RaisesAt:
+    """A loss that raises at one of its calls."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        self.left -= 1
+        if not self.left:
+            raise PlantedError
+        return CE(output, target)
+
+
+DIAGNOSTICS: list[Any] = [
+    fxamp.census, fxamp.estimate_error, fxamp.measure_error, fxamp.tune, fxamp.calibrate, fxamp.find_overflow,
+    fxamp.compare,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call", [1, 2, 4, 9])
+@pytest.mark.parametrize("diagnose", DIAGNOSTICS)
+def test_a_model_is_as_before_at_whatever_run_of_a_diagnostic_its_loss_raises(diagnose: Any, call: int) -> None:
+    model: Any = Net()
+    model(X).sum().backward()
+    model.first.bias.requires_grad_(False)
+    views = {fxamp.census: "O1,dtype=bf16", fxamp.find_overflow: "O1,dtype=fp16"}
+    view = fxamp.convert(model, policy=views[diagnose]) if diagnose in views else model
+
+    def state() -> Any:
+        tensors = [(t.detach().clone(), t.requires_grad) for t in (*model.parameters(), *model.buffers())]
+        gradients = [(p.grad, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
+        return tensors, gradients, [torch.get_rng_state()], (model.training, model.calls, len(model._forward_hooks))
+
+    tensors, gradients, random, rest = state()
+    loss = RaisesAt(call)
+    with suppress(PlantedError, fxamp.PolicyError):  # some say that a reference, or autocast, does not run
+        diagnose(view, batches=[(X, Y), (2 * X, Y)], loss=loss)
+    assert loss.left <= 0 or call > 2
+    now = state()
+    assert all(torch.equal(a, b) and flag == now_flag for (a, flag), (b, now_flag) in zip(tensors, now[0], strict=True))
+    for (grad, value), (now_grad, now_value) in zip(gradients, now[1], strict=True):
+        assert grad is now_grad
+        assert value is None or torch.equal(value, now_value)
+    assert torch.equal(random[0], now[2][0])
+    assert rest == now[3]
+
+
+def test_batches_of_loss_that_is_nan_are_named_and_change_nothing() -> None:
+    model = Net()
+    before = [p.detach().clone() for p in model.parameters()]
+    for diagnose in (fxamp.estimate_error, fxamp.measure_error, fxamp.tune, fxamp.compare):
+        with pytest.raises(fxamp.PolicyError, match="batch 1: FP32 itself is not finite"):
+            diagnose(model, batches=[(X, Y), (X * float("nan"), Y)], loss=CE)
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_a_step_in_an_open_window_and_a_model_on_meta_are_refused_before_anything_runs() -> None:
+    step = step_of("bf16", accumulate_steps=2)
+    step(X, Y)
+    elsewhere = Net().to("meta")
+    before = fingerprint(step)
+    for diagnose in (fxamp.census, fxamp.find_overflow):
+        with pytest.raises(fxamp.PolicyError, match="window"):
+            diagnose(step, X, Y)
+    for diagnose in DIAGNOSTICS:
+        with pytest.raises(fxamp.CaptureError, match="meta"):
+            diagnose(elsewhere, X, Y, loss=CE)
+    assert fingerprint(step) == before

@@ -268,7 +268,7 @@ def test_a_name_of_before_warns_of_the_new_one(before: str, now: str) -> None:
 
 
 def test_every_result_says_what_to_do_and_is_json_markdown_and_shown_in_a_notebook() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
     with torch.no_grad():
         model.get_parameter("0.weight").mul_(1e6)
     found = {

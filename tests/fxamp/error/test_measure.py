@@ -113,7 +113,7 @@ def test_a_report_says_what_it_has() -> None:
     data: Any = json.loads(found.to_json())
     assert data["policies"][1]["gradient"] == found["O1"].gradient
     assert "| O1 " in found.to_markdown()
-    with pytest.raises(fxamp.PolicyError, match=r"has no policy 'O5'.*FP32, O1"):
+    with pytest.raises(fxamp.PolicyError, match=r"has no 'O5'.*FP32, O1"):
         found["O5"]
 
 

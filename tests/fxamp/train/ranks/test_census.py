@@ -72,3 +72,42 @@ def test_sharded_models_run_as_planned(two: Workers) -> None:
         for fine, _, said, same in two(taken, how, False, False):
             assert fine, said
             assert same
+
+
+class PlantedError(Exception):
+    """An error that nothing but this test raises."""
+
+
+def raised(where: str) -> tuple[bool, bool, bool, str]:
+    torch.manual_seed(0)
+    used, x = wrapped("DDP", Net()), torch.randn(6, 8)
+    optimizer = torch.optim.AdamW(used.parameters(), 0.1)
+    step = fxamp.TrainStep(used, lambda out: out.float().sum(), optimizer)
+    step(x)
+
+    def state() -> list[torch.Tensor]:
+        moments = [v for s in optimizer.state.values() for v in s.values()]
+        return [t.detach().clone() for t in (*used.parameters(), *moments, torch.get_rng_state())]
+
+    def fails(*_: object, **__: object) -> None:
+        raise PlantedError
+
+    before, counts = state(), (step.windows, step.steps)
+    owner: Any = optimizer if where == "step" else type(step)
+    real = getattr(owner, where)
+    setattr(owner, where, fails)
+    try:
+        fxamp.census(step, x)
+        error = ""
+    except PlantedError:
+        error = "planted"
+    finally:
+        setattr(owner, where, real)
+    same = all(map(torch.equal, before, state())) and counts == (step.windows, step.steps)
+    none = all(p.grad is None for p in used.parameters())
+    return same, none, step(x).reason == "stepped", error
+
+
+def test_a_census_that_fails_half_way_leaves_each_rank_as_it_was(two: Workers) -> None:
+    for where in ("step", "_count", "_result"):
+        assert two(raised, where) == [(True, True, True, "planted")] * 2
