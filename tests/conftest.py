@@ -26,6 +26,7 @@ from xdist.scheduler import LoadFileScheduling
 
 from reports.zoo import BY_NAME
 from tests.support.guards import untimed_guards
+from tests.support.shards import Shard
 
 if "OMP_NUM_THREADS" not in os.environ:  # torch has read it, as the processes that tests start do
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -63,8 +64,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Shares:
     return Shares(config, log)
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that runs a part of the tests."""
+    parser.addoption("--shard", metavar="K/N", help="of the tests that are selected, run the Kth of N parts")
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """What importing leaves behind is not garbage; what torch says of each capture is not read."""
+    if config.getoption("--shard"):
+        config.pluginmanager.register(Shard.parse(config.getoption("--shard")))
     gc.disable()
     untimed_guards()
     logging.getLogger("torch").setLevel(logging.WARNING)

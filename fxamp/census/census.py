@@ -236,7 +236,7 @@ def census_of(model: nn.Module, parts: Mapping[str, nn.Module], step: Step) -> C
         nodes = list(dict.fromkeys(d.where for d in inside))
         unseen.append(
             f"{len(nodes)} nodes read and give {inside[0].planned} as planned, and torch's op casts inside and "
-            f"computes products in {inside[0].ran}: {nodes[0]}"
+            f"computes products in {inside[0].ran}: {', '.join(nodes)}"
         )
     policies = [str(ledger.ran.known.plan.policy) for ledger in ledgers]
     policies += [str(runner.graphs.policy) for runner in views.values()]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.shards import Shard
 
 yaml: Any = pytest.importorskip("yaml")
 
@@ -35,6 +39,30 @@ def test_the_workflow_runs_ci_for_the_versions_that_are_claimed() -> None:
     assert pinned is not None
     assert version(pinned[1]) in [torch for _, torch in runs]
     assert ".ci/run" in [step.get("run") for step in job["steps"]]
+
+
+def test_every_week_the_workflow_runs_each_part_of_the_tests_that_ci_leaves_out() -> None:
+    found = read(GITHUB / "workflows" / "rest.yml")
+    assert found[True]["schedule"]  # YAML takes the key `on` for a boolean
+    left_out = {"matrix", "trial"}
+    assert found["jobs"].keys() == left_out
+    tests = list(range(503))
+    for marker in left_out:
+        job = found["jobs"][marker]
+        assert job["steps"][-1]["run"] == f"python -m pytest -m {marker} --shard ${{{{ matrix.shard }}}}"
+        parts = [Shard.parse(text) for text in job["strategy"]["matrix"]["shard"]]
+        assert [(part.number, part.of) for part in parts] == [(at + 1, len(parts)) for at in range(len(parts))]
+        assert [test for part in parts for test in tests[part.slice(len(tests))]] == tests
+
+
+def test_a_release_is_of_the_version_that_its_tag_names() -> None:
+    steps = [step.get("run", "") for step in read(GITHUB / "workflows" / "release.yml")["jobs"]["publish"]["steps"]]
+    (check,) = [step for step in steps if "GITHUB_REF_NAME" in step]
+    version = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert version is not None
+    for tag, status in ((f"v{version[1]}", 0), ("v9.9.9", 1)):
+        run = subprocess.run(["bash", "-c", check], cwd=ROOT, env={**os.environ, "GITHUB_REF_NAME": tag}, check=False)
+        assert run.returncode == status
 
 
 def test_on_macos_and_windows_the_workflow_runs_what_needs_no_compiler() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import types
@@ -16,7 +17,9 @@ import pytest
 import torch
 
 import fxamp
-from fxamp.cli.main import main
+from fxamp.cli.main import VERBS, main
+from fxamp.cli.output import outputs_of
+from fxamp.cli.usage import UsageError, parser_of
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -132,6 +135,29 @@ def test_every_report_is_linked_from_the_readme_or_a_page_that_it_links() -> Non
         (page.parent / link).resolve() for page in pages for link in re.findall(r"\]\(([\w./]+\.md)", text_of(page))
     }
     assert {p.resolve() for p in ROOT.glob("reports/*.md")} <= linked
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    """Return each command `fxamp ...` of a page, and its words."""
+    found = []
+    for page in PAGES:
+        shown = [
+            line.partition("  #")[0].strip() for block in blocks(text_of(page), "sh") for line in block.splitlines()
+        ]
+        shown += re.findall(r"^- run: (.*)$", text_of(page), re.MULTILINE)
+        found += [(page.name, shlex.split(line)[1:]) for line in shown if line.startswith("fxamp ")]
+    return found
+
+
+def test_every_command_of_a_page_is_one() -> None:
+    parser = parser_of(VERBS.items())
+    assert len(commands()) > 25
+    for page, words in commands():
+        try:
+            args = parser.parse_args(words)
+        except UsageError as error:
+            pytest.fail(f"{page}: fxamp {' '.join(words)}: {error}")
+        outputs_of(args)
 
 
 def test_every_message_that_has_advice_is_one_of_fxamp() -> None:

@@ -10,7 +10,7 @@ const total = (list, value) => list.reduce((sum, one) => sum + (value(one) ?? 0)
 const sum = (places, name) => total(places, (i) => nodes[i][name]);
 
 const nodes = data.columns.key.map((_, place) => {
-  const node = { place, time: data.time?.[place], error: data.error?.[place], readers: [] };
+  const node = { place, error: data.error?.[place], readers: [] };
   for (const [name, column] of Object.entries(data.columns)) {
     node[name] = TEXTS.includes(name) ? text(column[place]) : column[place];
   }
@@ -51,15 +51,27 @@ function amount(n, unit) {
 const counted = (n, what) => `${n} ${what}${n === 1 ? "" : "s"}`;
 const percent = (n) => `${Number(n.toFixed(1))} %`;
 
+// To which dtype torch.autocast casts what a node reads, "" if it does not: a weight of a product, or a value that was
+// made in another floating dtype.
+const FLOATING = /^b?float/;
+function castOfAutocast({ kind, value }, node) {
+  const from = value >= 0 ? nodes[value].autocast : kind === "attribute" && node.flops ? "float32" : "";
+  return [from, node.autocast].every((dtype) => FLOATING.test(dtype)) && from !== node.autocast ? node.autocast : "";
+}
+
+// To which dtype what a node reads is cast in a drawing that is coloured so, and how many casts some nodes have.
+const castIn = (mode, read, node) => (mode.cast ? mode.cast(read, node) : read.cast);
+const castsIn = (mode, places) => (!mode.cast ? sum(places, "cast_count")
+  : total(places, (i) => nodes[i].reads.filter((read) => mode.cast(read, nodes[i])).length));
+
 // What a drawing is coloured by: a dtype of each node, whether two differ, or an amount.
 const MODES = {
   policy: { dtype: (node) => node.colour },
-  autocast: { dtype: (node) => node.autocast },
-  original: { dtype: (node) => node.original || node.colour },
+  autocast: { dtype: (node) => node.autocast, cast: castOfAutocast },
+  original: { dtype: (node) => node.original || node.colour, cast: () => "" },
   differs: { differs: true },
   cast: { amount: "cast_bytes", unit: "B" },
   saved: { amount: "saved_bytes", unit: "B" },
-  time: { amount: "time", unit: "s" },
   error: { amount: "error", unit: "%" },
 };
 
@@ -68,6 +80,18 @@ function shares(places, dtype = MODES.policy.dtype, weight = () => 1) {
   const out = { low: 0, fp32: 0, other: 0 };
   for (const i of places) out[styleOf(dtype(nodes[i]))] += weight(nodes[i]) ?? 0;
   return out;
+}
+
+// How much of the arithmetic of a census ran in each dtype, the most first: [[dtype, ops, FLOPs, products], ...].
+function dtypesOf({ ran }) {
+  const ops = ran.filter((row) => !row.casts);
+  const by = Map.groupBy(ops, ({ product, operands, results }) => {
+    const dtypes = operands.length ? operands : results;
+    return product ? dtypes[0] : [...new Set(dtypes)].join(" and ");
+  });
+  const rows = [...by].map(([dtype, some]) => [dtype, total(some, (row) => row.count), total(some, (row) => row.flops),
+    total(some.filter((row) => row.product), (row) => row.count)]);
+  return rows.sort((a, b) => b[2] - a[2]);
 }
 
 // Cut a list into runs of neighbours that belong together.

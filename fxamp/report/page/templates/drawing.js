@@ -54,28 +54,29 @@ function diamond(bytes) {
 
 // What runs between the boxes of a level: edges, with what they carry, and ports for values from outside. In a box many
 // share one port, and an edge to `out` is of values that others read.
-function joined(spots, within) {
+function joined(spots, within, mode) {
   const at = new Map(spots.flatMap((spot) => spot.box.places.map((place) => [place, spot])));
   const edges = new Map();
-  const add = (from, to, read) => {
+  const add = (from, to, read, node) => {
     const ends = `${from.id} ${to.id}`;
     if (!edges.has(ends)) edges.set(ends, { ends, from, to, values: new Map(), casts: [] });
     edges.get(ends).values.set(read.value, nodes[read.value]?.bytes ?? 0);
-    if (read.cast) edges.get(ends).casts.push(read);
+    const cast = node && castIn(mode, read, node);
+    if (cast) edges.get(ends).casts.push({ cast, bytes: mode.cast ? 0 : read.bytes });
   };
   const outer = [];
   for (const [place, spot] of at) {
     for (const read of nodes[place].reads.filter(({ kind }) => kind !== "attribute")) {
       const from = at.get(read.value);
-      if (!from) outer.push([read, spot]);
-      else if (from !== spot) add(from, spot, read);
+      if (!from) outer.push([read, spot, nodes[place]]);
+      else if (from !== spot) add(from, spot, read, nodes[place]);
     }
   }
   const port = (id, label) => (
     { id, label, width: Math.max(16, textWidth(shortened(label, 22), "11px") + 10), height: PORT });
   const ports = new Map(outer.map(([{ value, name }]) => [value, port(`p${value}`, nodes[value]?.op ?? name)]));
   const shared = within && ports.size > PORTS ? port("p", counted(ports.size, "input")) : null;
-  for (const [read, spot] of outer) add(shared ?? ports.get(read.value), spot, read);
+  for (const [read, spot, node] of outer) add(shared ?? ports.get(read.value), spot, read, node);
   const out = { id: "out", width: 16, height: 1 };
   for (const [place, spot] of within ? at : []) {
     if (nodes[place].readers.some((reader) => !at.has(reader))) add(spot, out, { value: place });
@@ -104,7 +105,7 @@ function edgeShape({ ends, to, values, casts, points }) {
   const bytes = total([...values.values()], (n) => n);
   const moved = total(casts, (read) => read.bytes);
   const said = [counted(values.size, "value"), bytes && amount(bytes, "B")];
-  if (casts.length) said.push(`${counted(casts.length, "cast")}, ${amount(moved, "B")}`);
+  if (casts.length) said.push(counted(casts.length, "cast"), moved && amount(moved, "B"));
   const [end, before] = [points.at(-1), points.at(-2)];
   const targets = [...new Set(casts.map((read) => short(read.cast)))];
   return shape(`g.edge.${casts.length ? "cast" : "plain"}${to.box ? "" : ".out"}`, { "data-ends": ends },
@@ -120,11 +121,11 @@ function portShape({ label, x, y, width, height }) {
 }
 
 // The casts of a node's weights, which no edge shows.
-function weightsShape(node, width) {
-  const casts = node.reads.filter((read) => read.kind === "attribute" && read.cast);
-  const bytes = total(casts, (read) => read.bytes);
+function weightsShape(node, width, mode) {
+  const casts = node.reads.filter((read) => read.kind === "attribute" && castIn(mode, read, node));
+  const bytes = mode.cast ? 0 : total(casts, (read) => read.bytes);
   return casts.length > 0 && shape("g.weights", { transform: `translate(${width - 5} 5)` }, diamond(bytes),
-    shape("title", `${counted(casts.length, "cast")} of weights, ${amount(bytes, "B")}`));
+    shape("title", `${counted(casts.length, "cast")} of weights${bytes ? `, ${amount(bytes, "B")}` : ""}`));
 }
 
 function spoken({ box, inner }) {
@@ -156,7 +157,7 @@ function drawing(host, chose) {
   function belowOf({ kind, node, places, count, each }) {
     if (mode.amount) return amount(sum(places, mode.amount), mode.unit);
     if (node) return `${short((mode.dtype ?? MODES.policy.dtype)(node))} ${node.gives.replace(/^[^[]*/, "")}`;
-    const casts = sum(places, "cast_count");
+    const casts = castsIn(mode, places);
     const size = kind === "stack" ? `${count} × ${counted(each, "node")}` : counted(places.length, "node");
     return casts ? `${size} · ${counted(casts, "cast")}` : size;
   }
@@ -176,7 +177,7 @@ function drawing(host, chose) {
       const inner = open.has(box.id) ? level(box.children(), box.id) : null;
       return { id: box.id, box, within, inner, ...sizeOf(box, inner) };
     });
-    const { ports, edges, out } = joined(spots, within);
+    const { ports, edges, out } = joined(spots, within, mode);
     const leaving = edges.filter((edge) => edge.to === out);
     const size = layered([...ports, ...spots, ...(leaving.length ? [out] : [])], edges);
     for (const spot of spots) spread(spot, edges);
@@ -244,7 +245,7 @@ function drawing(host, chose) {
     shape("text.label", { x: left, y: node ? 17 : 20 }, shortened(box.label)),
     !node && shape("path.fold", { d: arrow, transform: `translate(${width - 14} 15)` }),
     !inner && shape("text.below", { x: left, y: node ? 31 : 37 }, shortened(below)),
-    node ? weightsShape(node, width) : !inner && !mode.amount && shape("foreignObject",
+    node ? weightsShape(node, width, mode) : !inner && !mode.amount && shape("foreignObject",
       { x: 14, y: height - 13, width: width - 28, height: 5 }, bar("span.parts", "width", parts, places.length)),
     shape("title", `${node ? keyOf(node) : box.path || data.model}\n${below}`));
   }

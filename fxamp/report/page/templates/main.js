@@ -10,6 +10,14 @@ let behind = false; // whether a node was chosen that the drawing is still to sh
 let tab = "graph";
 let words = [];
 
+// The share of the arithmetic of a census that ran in 16 bit; null without one.
+function ranLow() {
+  const rows = data.census ? dtypesOf(data.census) : [];
+  const all = total(rows, ([, , flops]) => flops);
+  const low = rows.filter(([dtype]) => styleOf(dtype) === "low");
+  return all ? percent((100 * total(low, ([, , flops]) => flops)) / all) : null;
+}
+
 // Fill in the page's sentences what is known of the model and its state, and hide those of what is not.
 function fillIn() {
   const { low_flops: low, unknown_ops: unknown } = state.totals;
@@ -17,6 +25,7 @@ function fillIn() {
   const facts = {
     ...data, ...state, ...state.totals, low: low === null ? null : percent(low), unknown: unknown || null,
     differ: count, runs: count === 1 ? "operation runs" : "operations run", compiler: state.compiler || null,
+    ran: ranLow(),
   };
   for (const part of document.querySelectorAll("[data-if]")) part.hidden = facts[part.dataset.if] === null;
   for (const part of document.querySelectorAll("[data-unless]")) part.hidden = facts[part.dataset.unless] !== null;
@@ -117,15 +126,19 @@ function chooseNode(i, follow = false) {
   for (const row of document.querySelectorAll("tr[data-node]")) {
     row.classList.toggle("chosen", Number(row.dataset.node) === i);
   }
-  behind = follow || tab !== "graph";
+  behind = follow || tab !== "graph" || narrow();
   try {
     history.replaceState(null, "", `#${encodeURIComponent(keyOf(nodes[i]))}`);
   } catch { /* in the frame of a notebook */ }
   catchUp();
 }
 
+// Whether the panel covers the lower part of the window.
+const narrow = () => innerWidth < 900;
+
 // Show in the drawing what was chosen beside it, and where that is.
 function catchUp() {
+  if (behind && tab === "graph" && narrow()) byId("canvas").scrollIntoView({ block: "start" });
   if (behind && tab === "graph") canvas.node(chosen, true);
   behind &&= tab !== "graph";
   byId("crumbs").replaceChildren(button("link", canvas.fit, data.model),
@@ -207,7 +220,7 @@ function fill() {
   if (tab === "nodes") nodeTable(byId("node-table"), caption, found, within, chosen);
   if (tab === "compare") compare();
   if (tab === "source") sourceTab(byId("ranks"), byId("files"), state, places);
-  if (tab === "census") censusTab(byId("verdict"), byId("ran"), data.census);
+  if (tab === "census") censusTab(byId("verdict"), byId("dtypes"), byId("ran"), data.census);
   byId("found").textContent = words.length ? `${counted(found.length, "node")} found` : "";
 }
 
@@ -237,8 +250,8 @@ for (const option of byId("colour").querySelectorAll("[data-absent]")) {
 }
 const canvas = drawing(byId("canvas"), chooseBox);
 for (const tile of byId("tiles").children) {
-  const { colour: mode } = tile.dataset;
-  tile.onclick = () => (mode ? colour(mode, "graph") : search("deviation"));
+  const { colour: mode, tab: to } = tile.dataset;
+  tile.onclick = () => (to ? show(to) : mode ? colour(mode, "graph") : search("deviation"));
 }
 byId("said-first").append(...data.said.map((words) => element("p.cut", { role: "note" }, words)));
 byId("more").append(...[[counted(data.notes.length, "note"), list("ul", data.notes)],
@@ -274,7 +287,7 @@ keys(document, (target) => ({
   }),
 }));
 
-if (innerWidth < 900) byId("aside").click();
+if (narrow()) byId("aside").click();
 enter(data.states[0].name);
 colour("policy");
 // A fragment that names nothing, or cannot be read, is ignored.

@@ -202,13 +202,20 @@ function sourceLine(line, number, code, gap, most) {
 }
 
 // What ran in one step, beside what was planned.
-function censusTab(host, table, { share, casts, differences, notes, ran }) {
+function censusTab(host, dtypes, table, { share, casts, differences, notes, ran }) {
   const planned = share === null ? "There is no plan to compare with."
     : `${percent(100 * share)} of the arithmetic ran as planned.`;
   const said = `One step: ${planned} ${counted(casts.count, "cast")} moved ${amount(casts.bytes, "B")}.`;
   host.replaceChildren(element("p", { id: "share" }, said), element("h2", "What did not run as planned"),
     list("ul", differences, (one) => one.text) || element("p", "Nothing."),
     ...(notes.length ? [element("h2", "Notes"), list("ul", notes)] : []));
+  const rows = dtypesOf({ ran });
+  const all = total(rows, ([, , flops]) => flops) || 1;
+  longTable(dtypes, "The arithmetic of the step, by dtype", [
+    ["dtype", ([dtype]) => pill(dtype)], ["of the arithmetic", (row) => row[2], (n) => percent((100 * n) / all)],
+    ["arithmetic", (row) => row[2], (n) => some(n, "FLOPs")], ["products", (row) => row[3], (n) => n || ""],
+    ["operations", (row) => row[1], (n) => n],
+  ], rows);
   const nodeOf = ({ graph, where }) => (graph < 0 ? undefined : byKey.get(keyOf({ graph, key: where })));
   longTable(table, "What ran, most arithmetic first", [
     ["where", (row) => (nodeOf(row) === undefined ? row.where : link(nodeOf(row)))],

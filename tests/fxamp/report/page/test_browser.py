@@ -294,7 +294,7 @@ def test_it_is_coloured_by_what_is_asked_for(opened: Opened) -> None:
     assert page.locator("#canvas .box.marked").count() > 0
     page.locator("#colour").select_option("policy")
     assert page.locator("#canvas .box.heated, #canvas .box.marked").count() == 0
-    assert [o.is_disabled() for o in page.locator("#colour option").all()][-2:] == [True, True]  # nothing is measured
+    assert [o.is_disabled() for o in page.locator("#colour option").all()][-2:] == [False, True]  # no errors were given
     page.locator("[data-tile='casts']").click()
     assert page.locator("#colour").input_value() == "cast"
 
@@ -459,6 +459,19 @@ def test_at_every_width_a_click_brings_its_panel_into_view(opened: Opened, width
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
+@pytest.mark.parametrize("width", [400, 800])
+def test_in_a_narrow_window_the_drawing_has_its_height_and_what_is_chosen_is_seen(opened: Opened, width: int) -> None:
+    page = opened(viewport={"width": width, "height": 800})
+    assert page.locator("#canvas").bounding_box()["height"] > 0.6 * page.viewport_size["height"]
+    page.locator("#tab-nodes").click()
+    page.locator("#node-table tbody button").nth(60).click()
+    page.locator("#tab-graph").click()
+    page.wait_for_timeout(400)  # it moves there
+    box, panel = (page.locator(at).bounding_box() for at in ("#canvas .box.chosen", "#panel"))
+    assert box["y"] >= 0
+    assert box["y"] + box["height"] <= panel["y"]
+
+
 def test_thirty_thousand_nodes_open_in_two_seconds_and_scroll(opened: Opened, tmp_path: Path) -> None:
     many = [node(i, module=f"layers.{i // 500}.block{i // 25 % 20}", bytes=100 + i % 7) for i in range(30_000)]
     (tmp_path / "many.html").write_text(report_of(many).to_html(), encoding="utf-8")
@@ -497,14 +510,46 @@ def test_a_census_has_a_tab_of_its_own(opened: Opened, tmp_path: Path) -> None:
     found = fxamp.census(view, torch.randn(2, 1, 8, 8), loss=loss)
     (tmp_path / "census.html").write_text(fxamp.report(view).to_html(census=found), encoding="utf-8")
     page = opened(at=tmp_path / "census.html")
-    page.locator("#tab-census").click()
+    low = sum(row.flops for row in found.ran if row.dtype == "bfloat16") / sum(row.flops for row in found.ran)
+    tile = page.locator("[data-tile=ran]")
+    assert tile.locator(".figure").inner_text() == f"{100 * low:.1f} %"
+    tile.click()
     assert "of the arithmetic ran as planned" in page.locator("#share").inner_text()
+    dtypes = {row.dtype: 0 for row in found.ran if not row.casts}
+    for row in found.ran:
+        dtypes[row.dtype] = dtypes.get(row.dtype, 0) + row.count * (not row.casts)
+    table = page.locator("#dtypes tbody tr").all()
+    assert {
+        row.locator("th .pill").get_attribute("title"): int(row.locator("td").last.inner_text()) for row in table
+    } == {dtype: count for dtype, count in dtypes.items() if count}
     assert "module fc3" in page.locator("#verdict").inner_text()
     rows = page.locator("#ran tbody tr")
     assert rows.count() == len(found.ran)
     page.locator("#ran tbody button", has_text="conv2/conv2d#0").first.click()
     assert page.locator("#panel h2").inner_text() == "conv2d#0"
-    assert opened().locator("#tab-census").is_hidden()
+    plain = opened()
+    assert plain.locator("#tab-census").is_hidden()
+    assert plain.locator("[data-tile=ran]").is_hidden()
+    assert all("time" not in option for option in plain.locator("#colour option").all_inner_texts())
+
+
+def test_each_side_of_the_comparison_has_its_own_casts(opened: Opened, tmp_path: Path) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.exp(self.down(self.up(x)))
+
+    view = fxamp.convert(Net(), (torch.ones(2, 8),), policy="O2,dtype=bf16,modules.down=fp32")
+    (tmp_path / "both.html").write_text(fxamp.report(view).to_html(), encoding="utf-8")
+    page = opened(at=tmp_path / "both.html")
+    page.locator("#tab-compare").click()
+    weights = {side: page.locator(f"#{side} .weights").count() for side in ("left", "right")}
+    assert weights == {"left": 2, "right": 1}  # autocast casts the weights of both layers
+    page.locator("#against").select_option("original")
+    assert page.locator("#left :is(.weights, .mark)").count() == 0
 
 
 def test_it_is_coloured_by_predicted_error_where_there_is_one(opened: Opened, tmp_path: Path) -> None:
