@@ -19,7 +19,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compare the options."""
-    from .. import advise as compare
+    from .. import compare
     from .target import step_asked
 
     with aside(), waiting(args, f"measuring {args.target}"):  # standard output is for the comparison alone

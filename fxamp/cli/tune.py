@@ -30,7 +30,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Search for a plan."""
-    from .. import bisect, report, tune
+    from .. import report, tune
     from ..target import load_callable
     from .target import step_asked
 
@@ -43,9 +43,9 @@ def run(args: argparse.Namespace) -> int:
         model, options = step_asked(args, "tune")
         if args.metric is not None:
             metric: Any = load_callable(args.metric)
-            plan = bisect(model, **options, metric=metric, bound=args.bound, policy=args.policy)
+            plan = tune(model, **options, metric=metric, bound=args.bound, policies=args.policy)
         else:
-            plan = tune(model, **options, tolerance=args.tolerance or "autocast", policy=args.policy)
+            plan = tune(model, **options, tolerance=args.tolerance or "autocast", policies=args.policy)
     if saves is not None:
         plan.save(saves)
     made = report(plan)
