@@ -140,14 +140,9 @@ class Census(Result):
             products = sum(row.count for row in rows if row.product)
             others = sum(row.count for row in rows if not row.product)
             table.append((dtype, products, f"{flops / 1e9:.3g}", f"{100 * flops / (whole or 1):.1f}", others))
-        shown = tabulate(
-            table, ("dtype", "products", "GFLOP", "% of FLOPs", "other ops"), "plain", disable_numparse=True
-        )
-        casts = (
-            f"casts of the step: {sum(r.casts for r in self.ran)}, {sum(r.cast_bytes for r in self.ran) / 1e6:.3g} MB"
-        )
         shown = tabulate(table, ("dtype", "products", "GFLOP", "% of FLOPs", "other ops"), style, disable_numparse=True)
-        casts = f"casts: {sum(r.casts for r in self.ran)}, {sum(r.cast_bytes for r in self.ran) / 1e6:.3g} MB"
+        megabytes = sum(row.cast_bytes for row in self.ran) / 1e6
+        casts = f"casts of the step: {sum(row.casts for row in self.ran)}, {megabytes:.3g} MB"
         planned = "no plan" if self.share is None else f"as planned: {100 * self.share:.1f} % of FLOPs"
         head = f"{self.name}{f', {self.policy}' if self.policy else ''}: {self._low()}; {planned}"
         lines = [head, *([""] if style == "pipe" else []), shown, *([""] if style == "pipe" else []), casts]

@@ -31,8 +31,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Predict or measure errors."""
-    from .. import estimate_error
-    from .. import measure_error
+    from .. import estimate_error, measure_error
     from .target import step_asked
 
     if args.gradients is not None and args.measure:

@@ -101,7 +101,9 @@ class Function:
             return {**tracing, **split}  # gradients of single ops leave early without a split
 
         def asks() -> bool:
-            call = current()
+            call, found = current(), ours()
+            if found is not None:
+                found._note_low(model if call is None else call.model)
             return graphs.restores and call is not None and meets_low(call.model, (call.args, call.kwargs))
 
         answer_whether_exporting()
@@ -143,7 +145,7 @@ class Function:
         if in_region := call is not None and not graphs.in_region():
             _enter_region(gm, graphs.device)
         replaying = None if graphs.replayed is None else Replaying(graphs.replayed, graphs, model, self.method, broke)
-        self._note_lowered(model, first=code is self._code)
+        self._note_lowered(model)
         graph = rewrite(
             gm, inputs, graphs.policy, method=self.method, runs_on=graphs.device, in_region=in_region,
             eager=self.settings.backend == "eager", costs=graphs.costs, replayed=replaying,
@@ -185,12 +187,15 @@ class Function:
         gm, examples, lifted = lift(gm, inputs, sums_inside=not uncompiled)
         return gm, examples, partial(lifted_inputs, lifted, self.opened or _none) if lifted else None
 
-    def _note_lowered(self, model: nn.Module, first: bool) -> None:
-        """Note, before a graph that is not the first one of a call is captured, what forward has made low by then."""
+    def _note_low(self, model: nn.Module) -> None:
+        """Note which parameters are low before a call that is captured."""
+        self._low_before = {name for name, _ in low_parameters(model.named_parameters())}
+
+    def _note_lowered(self, model: nn.Module) -> None:
+        """Note, before a graph is captured, what forward has made low by then; FSDP gathers low copies of its own."""
         low = {name for name, _ in low_parameters(model.named_parameters())} - self.graphs.lowered
-        if first:
-            self._low_before = low
-        elif by_forward := sorted(low - self._low_before):
+        by_forward = sorted(low - self._low_before)
+        if by_forward and not any(map(is_gathered, model.modules())):
             self.graphs.lowered.update(by_forward)
             text = lowered_by_forward(model, by_forward)
             self.graphs.say(text, logging.WARNING, text)

@@ -19,13 +19,14 @@ def layer_norm(
     Batch norm does, given a mean of 0 and a variance of 1: it is the only op that neither widens x nor casts the gain.
 
     Args:
-        x: shape [*, *normalized_shape], in 16 bits.
+        x: shape [*, *normalized_shape], in 16 bits; in FP32 this is `layer_norm` itself.
         normalized_shape: the trailing sizes to normalise over.
         weight: the gain, of that shape, in FP32; None for 1.
         bias: of that shape, in FP32; None for 0.
         eps: what is added to the variance.
     """
-    if in_transform():  # in which batch norm takes operands of one dtype alone
+    # An FP32 norm sums in FP32 by itself; in a transform batch norm takes operands of one dtype alone.
+    if x.dtype == torch.float32 or in_transform():
         return F.layer_norm(x, normalized_shape, weight, bias, eps)
     normal = F.layer_norm(x, normalized_shape, None, None, eps)
     gain, shift = (None if p is None else p.flatten() for p in (weight, bias))

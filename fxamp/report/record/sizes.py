@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
+from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from passes._torch import FakeTensorMode, pytree, quiet_fakes
@@ -20,6 +21,7 @@ from passes.contract.errors import FxampError
 from passes.contract.policy import dtype_name
 from passes.graph.notes import is_ours
 from passes.graph.values import no_autocast
+from passes.runtime import norms
 
 from ..._torch import storage_id
 from ...observe.snapshot import same_random_state
@@ -111,6 +113,11 @@ class _Walk(Interpreter):
             )  # fmt: skip
             self._saved = self._saved if ours else 0
         return made
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Call a function; without casts a norm is whole, as the user's is."""
+        whole = target is norms.layer_norm and not self._casts
+        return super().call_function(F.layer_norm if whole else target, args, kwargs)
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Return a fake copy of a tensor, so that the graph never writes to the model's own."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -70,12 +71,16 @@ def test_a_rollback_over_a_switch_replays_the_plan_that_the_view_was_made_with()
 
 
 @pytest.fixture
-def undecided(monkeypatch: pytest.MonkeyPatch) -> TrainStep:
+def undecided() -> Iterator[TrainStep]:
     """A step whose low dtype is FP16 by torch's default, as on CUDA, and not known before the first call."""
-    monkeypatch.setattr(torch, "get_autocast_dtype", lambda device: torch.float16)
+    low = torch.get_autocast_dtype("cpu")
+    torch.set_autocast_dtype("cpu", torch.float16)
     torch.manual_seed(0)
     model = fxamp.convert(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2)))
-    return TrainStep(model, loss_times, SGD(model.parameters(), lr=0.1))
+    try:
+        yield TrainStep(model, loss_times, SGD(model.parameters(), lr=0.1))
+    finally:
+        torch.set_autocast_dtype("cpu", low)
 
 
 def test_a_census_before_the_first_call_leaves_a_step_of_an_open_dtype_as_it_was(undecided: TrainStep) -> None:
