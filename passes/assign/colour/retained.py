@@ -29,7 +29,7 @@ from ...ops import ops
 from ...ops.rules import LOW, row_of
 from .simulate import Simulation
 
-SMALL = 1_024  # elements; a dynamic dimension counts as that many
+SMALL = 1_024  # elements; a dynamic dimension counts as that many, and any where none is known to be dynamic
 STEPS = 8  # a chain of more additions in one place of the program is a loop
 
 
@@ -71,13 +71,23 @@ def _before(nodes: Iterator[Node], fp32: Mapping[Node, None]) -> set[Node]:
 def _small(fp32: dict[Node, None]) -> set[Node]:
     """Return small values that are computed, and the terms of their sums, which nothing else reads.
 
-    A value that is only moved is as well cast behind the move. The kernels of losses have rules of their own.
+    A value that is only moved is as well cast behind the move. The kernels of losses have rules of their own. Of a
+    graph without a dynamic dimension any may be the batch's, as in a step that is compiled for its sizes: its plan is
+    that of a view if one element alone is small.
     """
-    out = {n for n in fp32 if row_of(n).commutes == "" and _size(n) <= SMALL}
+    inputs = next(iter(fp32)).graph.find_nodes(op="placeholder") if fp32 else []
+    values = (n.meta.get("val", n.meta.get("example_value")) for n in inputs)
+    dynamic = any(isinstance(v, torch.SymInt) or _is_dynamic(v) for v in values)
+    most = SMALL if dynamic else 1
+    out = {n for n in fp32 if row_of(n).commutes == "" and _size(n) <= most}
     for node in reversed(fp32):
         if node.users and all(reader in out and not row_of(reader).loss for reader in node.users):
             out.add(node)
     return out
+
+
+def _is_dynamic(value: object) -> bool:
+    return isinstance(value, Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape)
 
 
 def _size(node: Node) -> float:
