@@ -210,7 +210,7 @@ def _why(seen: Seen, ops: Iterable[tuple[Seen, Sum]], watch: Watch, ledgers: Seq
     low = any(runner.graphs.policy.level.rounds for runner in watch.entered)
     off = ", where torch.autocast is off" if wide and low else ""
     breaks = [ledger.ran.known.broke for ledger in ledgers if ledger.ran.known.broke]
-    missed = [text for _, text in watch.missed]
+    missed = [text for _, text in watch.missed] or [text for runner in watch.entered for text in runner.refused]
     cause = next(iter((*missed, *(f"graph break at {text}" for text in breaks))), "left to Python by Dynamo")
     return f"{cause}{off}"
 
