@@ -248,17 +248,14 @@ def judged(seed: int, more: str = "") -> Result | None:
 TRIED = {"always": 260, "weights": 213, "never": 213, "large storage": 213, "storage": 213}
 
 
-# A graph in which a choice is made by what is read in FP32 too: the cut moves a sixth more than the best placement.
-DEARER = {("reads", 8)}
-
-
 @pytest.mark.parametrize("more", ["", "reads", "anew"])
 @pytest.mark.parametrize("mode", TRIED)
 def test_the_cut_moves_what_the_best_placement_moves(mode: str, more: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Policy, "sharing", mode)
     monkeypatch.setattr(sys.modules[__name__], "MOST", 6)  # free nodes: each more doubles the placements
-    seeds = range(8 if more == "anew" else 10)  # in the ninth an output is read, by casts that no net has
-    results = [r for seed in seeds if (more, seed) not in DEARER and (r := judged(seed, more)) is not None]
+    # An output of the ninth of these is read in 16 bits through the FP32 that is handed out, by casts that no net has.
+    seeds = [seed for seed in range(10) if not (more and seed == 8)]
+    results = [r for seed in seeds if (r := judged(seed, more)) is not None]
     assert len(results) > 3
     assert [r for r in results if r.chosen != r.best] == []
 
