@@ -847,15 +847,15 @@ def upcasting(op: Any) -> Any:
     return change
 
 
-def test_a_compiled_step_names_the_product_that_the_compiler_upcasts(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch._inductor.config as inductor
+def test_a_compiled_step_names_the_product_that_the_compiler_upcasts() -> None:
+    from torch._inductor import config
 
     model = Layers(lambda m, x: m.last(m.first(x).relu()), first=nn.Linear(8, 16, bias=False), last=nn.Linear(16, 4))
     view = fxamp.convert(model, policy=O1)
     step = fxamp.TrainStep(view, CE, torch.optim.SGD(model.parameters(), 0.1), compile=True, census="error")
-    monkeypatch.setattr(inductor, "joint_custom_post_pass", upcasting(torch.ops.aten.mm.default))
     before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(fxamp.VerificationError, match=r"first/linear#0.*float32"):
+    upcast = config.patch(joint_custom_post_pass=upcasting(torch.ops.aten.mm.default))
+    with upcast, pytest.raises(fxamp.VerificationError, match=r"first/linear#0.*float32"):
         step(X, Y)
     assert step.census is not None
     assert step.census.last is not None
