@@ -25,7 +25,7 @@ from passes.contract.policy import Policy, check_used, module_override, type_nam
 
 from ..capture.graphs import is_compiled
 from ..convert import convert
-from ..train.given import scaler_of
+from ..train.options import scaler_of
 from ..train.scaler import LossScaler, is_held_back
 from ..view.frozen import cast_once
 from ..view.view import is_view, runner_of

@@ -5,30 +5,33 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from passes.contract.errors import FxampError, PolicyError
-from passes.contract.plan import Plan
 
 from ..errors import in_short
 from ..observe.snapshot import random_state, set_random_state
 from ..view.switch import switch_back, switch_views
-from .scaler import Tally, require_scale
-from .state import TrainState
-from .window import ByHand, Window, parameters
+from .course import Course
+from .options import low_dtype_of
+from .scaler import require_scale
+from .window import parameters
+
+if TYPE_CHECKING:
+    from .step import TrainStep
 
 _KEYS = ("settings", "model", "beside", "optimizers", "schedulers", "ema", "scaler", "windows", "position",
          "gradients", "rng")  # fmt: skip
 MAY_DIFFER = ("policy", "max_grad_norm", "accumulate_steps")  # where it is allowed
 
 
-def state_of(step: TrainState) -> dict[str, Any]:
+def state_of(step: TrainStep) -> dict[str, Any]:
     """Return the state of a step, of plain values and tensors."""
     step.refuse_torn()
-    window = step.opened or Window(step.scaler)
+    window = step.opened or step.window_of()
     return {
         **course_of(step),
         "model": step.model.state_dict(),
@@ -41,7 +44,7 @@ def state_of(step: TrainState) -> dict[str, Any]:
     }
 
 
-def beside(step: TrainState) -> dict[str, Tensor]:
+def beside(step: TrainStep) -> dict[str, Tensor]:
     """Return the tensors themselves that the loss and the optimizers train or keep outside the model."""
     held: dict[str, Any] = {}
     if isinstance(step.loss_fn, nn.Module):
@@ -54,23 +57,34 @@ def beside(step: TrainState) -> dict[str, Tensor]:
     return {name: held[name].detach() for name in named.values()}
 
 
-def course_of(step: TrainState) -> dict[str, Any]:
+def settings_of(step: TrainStep) -> dict[str, Any]:
+    """Return the settings that two runs must share, so that one can continue the other."""
+    options = step.options
+    return {
+        "accumulate_steps": options.accumulate_steps,
+        "loss scaling": "undecided" if step.undecided else step.scaler.kind,
+        "optimizers": [type(o).__name__ for o in options.optimizers],
+        "parameters": [[len(group["params"]) for group in o.param_groups] for o in options.optimizers],
+        "schedulers": [type(s).__name__ for s in options.schedulers],
+        "ema": len(options.averages),
+        "policy": list(dict.fromkeys(str(asked) for asked, _ in step.policies.values())),
+        "max_grad_norm": options.max_grad_norm,
+    }
+
+
+def course_of(step: TrainStep) -> dict[str, Any]:
     """Return the part of the state that is the same on all ranks between two windows: scaler, schedulers, counters."""
     return {
-        "settings": step.settings(),
+        "settings": settings_of(step),
+        "options": step.options.saved(),
         "schedulers": [scheduler.state_dict() for scheduler in step.schedulers],
-        "scaler": step.pending_scaler or {} if step.undecided else step.scaler.state_dict(),
-        "windows": step.windows,
-        "steps": step.steps,
-        "skipped": step.skipped,
-        "skips_in_a_row": step.skips_in_a_row.read(),
-        "switches": [list(one) for one in step.switches],
-        "switched_plan": None if step.switched_plan is None else step.switched_plan.to_json(),
+        "scaler": step.scaler.state_dict() if step.pending is None else step.pending,
+        **step.course.state(),
     }
 
 
 def load_course(
-    step: TrainState, state: Mapping[str, Any], optimizers: Sequence[dict[str, Any]], random: Sequence[Any]
+    step: TrainStep, state: Mapping[str, Any], optimizers: Sequence[dict[str, Any]], random: Sequence[Any]
 ) -> None:
     """Load the state that `course_of` returned, and those of optimizers and random numbers, and close the window.
 
@@ -83,49 +97,40 @@ def load_course(
     Raises:
         PolicyError: Something in it does not fit. Nothing changed.
     """
-    switches = tuple((window, policy) for window, policy in state.get("switches", ()))
-    saved = state.get("switched_plan")
-    plan = None if saved is None else Plan.from_json(saved)
-    counts = {name: state.get(name, 0) for name in ("windows", "steps", "skipped", "skips_in_a_row")}
-    for name, count in counts.items():
-        if type(count) is not int or count < 0:
-            raise PolicyError(f"the state has {count!r} where the number of its {name} should be")
+    course = Course(state)
     with _restored_on_error(step):
         for optimizer, saved in zip(step.optimizers, optimizers, strict=True):
             optimizer.load_state_dict(saved)
         for scheduler, saved in zip(step.schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(saved)
         if step.undecided:
-            step.pending_scaler = state["scaler"]
+            step.pending = state["scaler"]
         elif state["settings"]["loss scaling"] == "undecided" and state["scaler"] == {}:
-            step.choose_scaler("auto")
+            step.choose_scaler(low_dtype_of(step.model))
         else:
             step.scaler.load_state_dict(state["scaler"])
         for one in random:
             set_random_state(one)
-        if (switches, plan) != (step.switches, step.switched_plan):
-            if switches:
-                switch_views(step.model, switches[-1][1] if plan is None else plan)
+        if (course.switches, course.plan) != (step.course.switches, step.course.plan):
+            if course.switches:
+                switch_views(step.model, course.switches[-1][1] if course.plan is None else course.plan)
             else:
                 switch_back(step.model, step.policies)
             step.compile_anew()
     step.close_window()
-    step.windows, step.torn = counts["windows"], False
-    step.tallies = {name: Tally(counts[name]) for name in ("steps", "skipped")}
-    step.skips_in_a_row = Tally(counts["skips_in_a_row"], in_a_row=True)
-    step.switches, step.switched_plan = switches, plan
-    step.by_hand = ByHand()  # schedulers and gradients are those of the state now
-    step.said.discard("ranks")  # compare again: other ranks may have loaded another state
+    step.course = course
+    step.loop.begin()
+    step.loop.said.discard("ranks")  # compare again: other ranks may have loaded another state
 
 
 @contextlib.contextmanager
-def _restored_on_error(step: TrainState) -> Iterator[None]:
+def _restored_on_error(step: TrainStep) -> Iterator[None]:
     """Put optimizers, schedulers, scaler and random states back where a part of a state turns out not to fit."""
     parts: list[Any] = [*step.optimizers, *step.schedulers]
     attributes = [dict(vars(part)) for part in parts]  # what loads a state replaces them
     schedulers, scaling = copy.deepcopy(([s.state_dict() for s in step.schedulers], step.scaler.state_dict()))
     scaler = step.scaler
-    random, pending = random_state(), step.pending_scaler
+    random, pending = random_state(), step.pending
     try:
         yield
     except BaseException:
@@ -136,7 +141,7 @@ def _restored_on_error(step: TrainState) -> Iterator[None]:
             scheduler.load_state_dict(saved)  # one of several has its own in it
         step.scaler = scaler
         scaler.load_state_dict(scaling)
-        step.pending_scaler = pending
+        step.pending = pending
         set_random_state(random)
         raise
 
@@ -153,7 +158,7 @@ def _as_policy_error() -> Iterator[None]:
 
 
 @_as_policy_error()
-def load(step: TrainState, state: Mapping[str, Any], allow: Sequence[str] = ()) -> None:
+def load(step: TrainStep, state: Mapping[str, Any], allow: Sequence[str] = ()) -> None:
     """Load a state into a step, whose settings in `allow` may differ. If it does not fit, nothing changes."""
     _refuse_another_state(step, state, allow)
     load_course(step, state, state["optimizers"], [state["rng"]])
@@ -172,7 +177,7 @@ def load(step: TrainState, state: Mapping[str, Any], allow: Sequence[str] = ()) 
             held.grad = None if gradient is None else gradient.to(held.device, copy=True)
 
 
-def _refuse_another_state(step: TrainState, state: Mapping[str, Any], allow: Sequence[str]) -> None:
+def _refuse_another_state(step: TrainStep, state: Mapping[str, Any], allow: Sequence[str]) -> None:
     """Raise PolicyError for what is not the state of such a step."""
     if not isinstance(state, Mapping):
         raise PolicyError(f"not the state of a TrainStep, but a {type(state).__name__}")
@@ -190,7 +195,7 @@ def _refuse_another_state(step: TrainState, state: Mapping[str, Any], allow: Seq
         _refuse_another_window(step, state)
 
 
-def _refuse_another_window(step: TrainState, state: Mapping[str, Any]) -> None:
+def _refuse_another_window(step: TrainStep, state: Mapping[str, Any]) -> None:
     """Raise an error for a window that could not be opened as it was saved."""
     if state["given_scale"] is not None:
         require_scale("the scale of the state's window", state["given_scale"])
@@ -199,7 +204,7 @@ def _refuse_another_window(step: TrainState, state: Mapping[str, Any]) -> None:
             'the state was saved within a window of on_overflow="skip_microbatch", which this version does not have: '
             "save it at the end of a window"
         )
-    window = Window(step.scaler, state["given_scale"])
+    window = step.window_of(state["given_scale"])
     window.load(state)
     _ = window.share  # which reads the weights
 
@@ -215,9 +220,9 @@ def allowed(allow: Sequence[str], position: int) -> Sequence[str]:
     return names
 
 
-def refuse_other_settings(step: TrainState, saved: Mapping[str, Any], free: Sequence[str] = ()) -> None:
+def refuse_other_settings(step: TrainStep, saved: Mapping[str, Any], free: Sequence[str] = ()) -> None:
     """Raise PolicyError where a state was saved with other settings; settings in `free` may differ."""
-    for name, ours in step.settings().items():
+    for name, ours in settings_of(step).items():
         if name in free:
             continue
         theirs = saved.get(name)
@@ -230,7 +235,7 @@ def refuse_other_settings(step: TrainState, saved: Mapping[str, Any], free: Sequ
             )
 
 
-def _refuse_another_model(step: TrainState, state: Mapping[str, Any]) -> None:
+def _refuse_another_model(step: TrainStep, state: Mapping[str, Any]) -> None:
     _refuse_other_tensors("the model", step.model.state_dict(), state["model"])
     _refuse_other_tensors("what is trained or kept outside the model", beside(step), state["beside"])
     for index, (average, saved) in enumerate(zip(step.averages, state["ema"], strict=True)):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import nn
@@ -18,13 +18,15 @@ from torch import nn
 from ..diagnose.step import GivenStep
 from ..errors import ScaleCollapseError
 from ..ranges.overflow import Overflow, overflow_of
-from .state import TrainState
 from .window import Window
+
+if TYPE_CHECKING:
+    from .step import TrainStep
 
 logger = logging.getLogger("fxamp")
 
 
-def with_overflow(error: ScaleCollapseError, step: TrainState, window: Window) -> ScaleCollapseError:
+def with_overflow(error: ScaleCollapseError, step: TrainStep, window: Window) -> ScaleCollapseError:
     """Return the error of many skipped steps with the first overflow in it, if it can be told; the window is closed."""
     found = _on_all_ranks(step, _first_overflow(step, window))
     if found is None:
@@ -35,7 +37,7 @@ def with_overflow(error: ScaleCollapseError, step: TrainState, window: Window) -
     return error
 
 
-def _first_overflow(step: TrainState, window: Window) -> Overflow | None:
+def _first_overflow(step: TrainStep, window: Window) -> Overflow | None:
     """Run again what is left of a window's batches, and return the first overflow; None if it cannot be told."""
     model = step.model.module if isinstance(step.model, nn.parallel.DistributedDataParallel) else step.model
     # Ranks make different numbers of runs, so that none may exchange anything.
@@ -50,7 +52,7 @@ def _first_overflow(step: TrainState, window: Window) -> Overflow | None:
         return None
 
 
-def _on_all_ranks(step: TrainState, found: Overflow | None) -> Overflow | None:
+def _on_all_ranks(step: TrainStep, found: Overflow | None) -> Overflow | None:
     """Return the first overflow of all ranks, whose policy cures those of all; None if no rank can tell one."""
     told: list[Any] = [found]
     for group in step.ranks.groups:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from .compiled_step import CompiledStep
-from .state import TrainState
 from .update import waits
+
+if TYPE_CHECKING:
+    from .step import TrainStep
 
 _SHOWN = 5  # weights and events named one by one
 
 
-def describe(step: TrainState) -> tuple[tuple[str, str], ...]:
+def describe(step: TrainStep) -> tuple[tuple[str, str], ...]:
     """Return facts about a step as (name, text) pairs. The history of its scaler is read from the device."""
     weights, scaler = step.weights, step.scaler
     casts = "at every use"
@@ -65,7 +69,7 @@ def compiled_rows(compiled: CompiledStep | None) -> list[tuple[str, str]]:
     return rows
 
 
-def reasons_to_wait(step: TrainState) -> tuple[str, ...]:
+def reasons_to_wait(step: TrainStep) -> tuple[str, ...]:
     """Return why a step waits for the device once, at the end of a window; nothing if it never waits."""
     if not (step.scaler.is_enabled() or step.max_grad_norm is not None or step.check_finite):
         return ()

@@ -11,7 +11,7 @@ import os
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,11 +30,13 @@ from ..observe.snapshot import random_state
 from .checkpoint import allowed, beside, course_of, load_course, refuse_other_settings
 from .files import naming, refuse_objects
 from .shards import Shards
-from .state import TrainState
 from .window import parameters
 
+if TYPE_CHECKING:
+    from .step import TrainStep
 
-def save_checkpoint(step: TrainState, folder: str | os.PathLike[str], *, group: Any = None) -> None:
+
+def save_checkpoint(step: TrainStep, folder: str | os.PathLike[str], *, group: Any = None) -> None:
     """Save everything that a run needs to continue on any number of ranks. All ranks call this, between two windows.
 
     The file that marks a checkpoint as complete is written last. Use a new folder for each checkpoint: the folder then
@@ -77,7 +79,7 @@ def save_checkpoint(step: TrainState, folder: str | os.PathLike[str], *, group: 
 
 
 def load_checkpoint(
-    step: TrainState, folder: str | os.PathLike[str], *, group: Any = None, allow: Sequence[str] = ()
+    step: TrainStep, folder: str | os.PathLike[str], *, group: Any = None, allow: Sequence[str] = ()
 ) -> None:
     """Load a checkpoint that `save_checkpoint` wrote into a TrainStep made in the same way. All ranks call this.
 
@@ -142,7 +144,7 @@ def _saved(known: Mapping[str, Any], name: str) -> TensorStorageMetadata:
 
 
 def _states(
-    step: TrainState, known: Mapping[str, Any], others: Mapping[str, Any], parts: dict[str, Tensor]
+    step: TrainStep, known: Mapping[str, Any], others: Mapping[str, Any], parts: dict[str, Tensor]
 ) -> list[dict[int, dict[str, Any]]]:
     """Return the states of each optimizer, by place of the parameter; their tensors, to be read, are added to parts."""
     names: dict[str, list[str]] = defaultdict(list)  # of the states of each parameter
@@ -168,7 +170,7 @@ def _read(parts: dict[str, Any], shards: Shards, group: Any) -> None:
         raise PolicyError(f"'{shards.folder}' cannot be loaded: {first}") from error
 
 
-def _tensors(step: TrainState) -> dict[str, Tensor]:
+def _tensors(step: TrainStep) -> dict[str, Tensor]:
     """Return the tensors of a step's model and averages, and those beside them, by name."""
     tensors = {f"model.{_plain(step.model, name)}": t for name, t in step.model.state_dict().items()}
     for index, average in enumerate(step.averages):
@@ -177,7 +179,7 @@ def _tensors(step: TrainState) -> dict[str, Tensor]:
     return {name: t for name, t in tensors.items() if isinstance(t, Tensor)}
 
 
-def _slots(step: TrainState) -> Iterator[tuple[int, int, str, Tensor]]:
+def _slots(step: TrainStep) -> Iterator[tuple[int, int, str, Tensor]]:
     """Yield, for each trained parameter, the number of its optimizer, its place, the name of its state, and it."""
     known: dict[Tensor, str] = {p: _plain(step.model, name) for name, p in step.model.named_parameters()}
     for index, optimizer in enumerate(step.optimizers):

@@ -13,12 +13,16 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
 
 from passes.contract.devices import DEVICES
 from passes.contract.errors import PolicyError
@@ -29,25 +33,41 @@ from passes.contract.public import public
 from passes.graph.values import no_autocast
 
 from .._torch import is_spread
-from ..errors import ScaleCollapseError
+from ..capture.graphs import is_compiled
+from ..census.census import CallCensus
+from ..errors import ScaleCollapseError, names_arguments
 from ..observe.workload import require_loss
-from ..view.switch import switch_views
-from . import checkpoint, given
+from ..view.switch import policies_in_force, switch_views
+from . import checkpoint
 from .collapse import with_overflow
 from .compiled_step import CompiledStep
+from .compiler import model_to_compile
+from .course import Course
 from .describe import reasons_to_wait
 from .files import naming, weights_in
-from .ranks.ranks import exchange
+from .loop import Loop
+from .options import MEANT, Options, low_dtype_of, policies_asked, scaler_of
+from .ranks.ranks import Ranks, exchange
+from .ranks.refused import refuse_differences, refuse_unfit_model, refuse_unfit_ranks
 from .result import HostFlag, StepResult
-from .scaler import Tally, collapsed, first_bad, named_gradients, update_scale
-from .state import TrainState
-from .update import AtEnd, Update, step_by_closure, take_step
-from .weights import WeightCasts
-from .window import UNWEIGHTED, Mean, Weight, Window, first_with_gradient, loss_of, range_of, refuse_constant
+from .scaler import LossScaler, collapsed, first_bad, named_gradients, require_scale, update_scale
+from .update import AtEnd, Update, needs_closure, step_by_closure, take_step
+from .weights import Mode, WeightCasts
+from .window import (
+    UNWEIGHTED,
+    LossFunction,
+    Mean,
+    Weight,
+    Window,
+    first_with_gradient,
+    loss_of,
+    range_of,
+    refuse_constant,
+)
 
 
 @public
-class TrainStep(TrainState):
+class TrainStep:
     """Run one training step per call.
 
     Results are bit for bit those of a hand-written loop with `torch.amp.GradScaler`: an optimizer with a gradient that
@@ -144,6 +164,117 @@ class TrainStep(TrainState):
         (('Python decides whether SGD steps, which fused=True leaves to the device',), True)
     """
 
+    @names_arguments("TrainStep", MEANT)
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction | None,
+        optimizer: Optimizer | Sequence[Optimizer],
+        *,
+        scaler: LossScaler | float | Literal["auto"] | None = "auto",
+        accumulate_steps: int = 1,
+        max_grad_norm: float | None = None,
+        scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
+        ema: AveragedModel | Sequence[AveragedModel] | None = None,
+        weights: Mode = "auto",
+        max_skips: int = 20,
+        check_finite: bool = True,
+        on_gradients: Callable[[list[Tensor]], Any] | None = None,
+        census: Literal["warn", "error"] | None = None,
+        compile: bool | str | Mapping[str, Any] = False,
+        output: Literal["low", "full"] | None = None,
+        reduce: Literal["micro_batch", "window"] = "micro_batch",
+    ) -> None:
+        self.options = options = Options.of(
+            model, loss_fn=loss_fn, optimizer=optimizer, scaler=scaler, accumulate_steps=accumulate_steps,
+            max_grad_norm=max_grad_norm, scheduler=scheduler, ema=ema, weights=weights, max_skips=max_skips,
+            check_finite=check_finite, on_gradients=on_gradients, census=census, compile=compile, output=output,
+            reduce=reduce,
+        )  # fmt: skip
+        self.model = model if options.compile is None else model_to_compile(model, options.compile)
+        refuse_unfit_model(self.model, weights)
+        self.ranks = Ranks(self.model, options.optimizers, reduce)
+        self._cast_and_compile()
+        dtype = low_dtype_of(self.model)
+        # A compiled model is converted at its first call; its low dtype is not known before.
+        waits = scaler == "auto" and dtype is None and any(is_compiled(module) for module in self.model.modules())
+        self.pending: Mapping[str, Any] | None = {} if waits else None
+        self.choose_scaler(dtype)
+        self.course, self.policies = Course(), policies_in_force(self.model)  # as it was made; `switch` sets others
+        self.opened: Window | None = None
+        self.census = None if census is None else CallCensus(census)
+        self.loop = Loop(self.model, options)
+
+    def _cast_and_compile(self) -> None:
+        options, mode = self.options, self.options.weights
+        if mode == "auto" and options.compile is not None and self.ranks.replicated > 1:
+            mode = "per_use"
+        self.weights = WeightCasts(self.model, mode, options.accumulate_steps)
+        self.compile_anew()
+
+    def compile_anew(self) -> None:
+        """Compile model and loss, whose views may follow another policy than before."""
+        settings, output = self.options.compile, self.options.output
+        self.compiled = None if settings is None else CompiledStep(settings, self.model, self.weights, output)
+
+    def choose_scaler(self, low_dtype: torch.dtype | None) -> None:
+        """Scale losses by what was asked for, for a model of some low dtype."""
+        self.scaler = scaler_of(self.options.scaler, low_dtype)
+        self.scaler.name_parameters(self.model.named_parameters())
+
+    loss_fn = property(attrgetter("options.loss_fn"))
+    optimizers = property(attrgetter("options.optimizers"))
+    schedulers = property(attrgetter("options.schedulers"))
+    averages = property(attrgetter("options.averages"))
+    accumulate_steps = property(attrgetter("options.accumulate_steps"))
+    max_grad_norm = property(attrgetter("options.max_grad_norm"))
+    max_skips = property(attrgetter("options.max_skips"))
+    check_finite = property(attrgetter("options.check_finite"))
+    windows = property(attrgetter("course.windows"))
+    switches = property(attrgetter("course.switches"))
+    torn = property(attrgetter("course.torn"))
+
+    @property
+    def undecided(self) -> bool:
+        """Whether the scaler is chosen only when the model is captured."""
+        return self.pending is not None
+
+    @property
+    def position(self) -> int:
+        """The number of micro-batches in the open window."""
+        return 0 if self.opened is None else self.opened.position
+
+    @property
+    def steps(self) -> int:
+        """How many windows ended with a step of an optimizer. Reading it may wait for the device."""
+        return self.course.steps.read()
+
+    @property
+    def skipped(self) -> int:
+        """How many windows ended with a skipped step of an optimizer. Reading it may wait for the device."""
+        return self.course.skipped.read()
+
+    @property
+    def closes(self) -> bool:
+        """Whether the optimizer evaluates the loss itself."""
+        return needs_closure(self.options.optimizers[0])
+
+    @property
+    def in_place(self) -> bool:
+        """Whether gradients keep their memory, since a CUDA graph has recorded their addresses."""
+        return self.compiled is not None and self.compiled.settings.captures
+
+    def written(self) -> tuple[Any, ...]:
+        """Return the objects that a call writes, for whoever runs one and puts everything back afterwards."""
+        options = self.options
+        own = (self, self.scaler, self.loop, self.course, *self.course.tallies, self.census)
+        return (*own, self.model, options.loss_fn, *options.optimizers, *options.schedulers, *options.averages)
+
+    def rates(self) -> tuple[float | Tensor, ...]:
+        """Return the learning rate of each group of parameters, as it is now."""
+        rates = (group["lr"] for o in self.options.optimizers for group in o.param_groups if "lr" in group)
+        return tuple(rate.clone() if isinstance(rate, Tensor) else rate for rate in rates)
+
     def __repr__(self) -> str:
         """Name the model, and what a window is."""
         scaling = {"none": "no loss scaling", "static": "a static loss scale", "dynamic": "a dynamic loss scale"}
@@ -187,11 +318,10 @@ class TrainStep(TrainState):
             >>> step(x, y, weight=len(x)).stepped
             True
         """
-        self.check_scale(scale)
+        self._check_scale(scale)
         try:
-            window = self.open_window(scale)
-            self._before_micro_batch()
-            with self._watched(), self._exchanging(window), self.weights.read():
+            window = self._begin(scale)
+            with self._watched(), window.micro_batch():
                 with range_of("forward"):
                     if self.compiled is None:
                         loss, output = loss_of(self.model, self.loss_fn, inputs, target)
@@ -199,12 +329,19 @@ class TrainStep(TrainState):
                         loss, output = self.compiled.forward(self.loss_fn, inputs, target)
                 refuse_constant(loss, self.optimizers)
                 self._backward(window, loss, weight, (inputs, target))
-            if window.position < self.accumulate_steps:
+            if window.position < window.size:
                 return self._result(window, None, output)
             return self._finish(window, output)
         except BaseException:
             self._abandon()
             raise
+
+    def _begin(self, scale: float | None) -> Window:
+        """Open a window, if none is open, and make the checks of each micro-batch."""
+        window = self.open_window(scale)
+        self._compare_ranks()
+        self.loop.before_micro_batch(window.position)
+        return window
 
     def _watched(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which a micro-batch is watched, if that was asked for and there are new graphs."""
@@ -227,11 +364,10 @@ class TrainStep(TrainState):
             'stepped'
         """
         self._refuse_own_loss()
-        self.check_scale(scale)
+        self._check_scale(scale)
         try:
-            window = self.open_window(scale)
-            self._before_micro_batch()
-            with self._exchanging(window), self.weights.read():
+            window = self._begin(scale)
+            with window.micro_batch():
                 yield window
         except BaseException:
             self._abandon()
@@ -257,7 +393,7 @@ class TrainStep(TrainState):
         """
         self._refuse_own_loss()
         if self.opened is None and self.weights.asked != "per_use":
-            self.say("forward", "a forward outside of `with step.window():` casts weights at each use")
+            self.loop.say("forward", "a forward outside of `with step.window():` casts weights at each use")
         self.refuse_torn()
         try:
             window = self.open_window()
@@ -290,7 +426,7 @@ class TrainStep(TrainState):
         if window is None or not window.position:
             self.close_window()
             raise PolicyError("there is no window to end: call step.backward(loss) first, once a window or more often")
-        complete = window.position == self.accumulate_steps and window.exchanged
+        complete = window.position == window.size and window.exchanged
         if not complete:
             self._refuse_unreduced(window)
         try:
@@ -316,7 +452,7 @@ class TrainStep(TrainState):
             self._refuse_unreduced(self.opened)
         total = self.ranks.seen(self.position)
         if not total:
-            return self._result(self.opened or Window(self.scaler), Update({}))
+            return self._result(self.opened or self.window_of(), Update({}))
         try:
             window = self.open_window()
             return self._finish(window, None, self._seen(window, total))
@@ -345,10 +481,8 @@ class TrainStep(TrainState):
         self.close_window()
         policy = switch_views(self.model, policy_or_plan)
         self.compile_anew()
-        self.skips_in_a_row = Tally(in_a_row=True)
-        self.switched_plan = policy_or_plan if isinstance(policy_or_plan, Plan) else None
-        self.switches = (*self.switches, (self.windows, str(policy)))
-        self.said.discard("ranks")
+        self.course.switch(str(policy), policy_or_plan if isinstance(policy_or_plan, Plan) else None)
+        self.loop.said.discard("ranks")
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a run needs to continue bit for bit, as plain values and tensors.
@@ -421,16 +555,73 @@ class TrainStep(TrainState):
     def __getstate__(self) -> dict[str, Any]:
         if self.position:
             raise PolicyError("a TrainStep cannot be copied within a window: call flush() first, or save state_dict()")
-        compiled = None if self.compiled is None else (self.compiled.settings, self.compiled.output)
-        return {**self.__dict__, "weights": self.weights.asked, "compiled": compiled, "opened": None}
+        return {**self.__dict__, "weights": None, "compiled": None, "opened": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.weights = WeightCasts(self.model, state["weights"], self.accumulate_steps)
-        if state["compiled"] is not None:
-            settings, output = state["compiled"]
-            self.compiled = CompiledStep(settings, self.model, self.weights, output)
+        self._cast_and_compile()
         self.scaler.name_parameters(self.model.named_parameters())
+
+    def refuse_torn(self) -> None:
+        """Raise PolicyError for what would go on from half a step."""
+        if self.course.torn:
+            raise PolicyError(
+                "the last window was left while its optimizers stepped, by an error or an interrupt, so that weights "
+                "and states of optimizers may be those of half a step: load a state, by step.load, step.load_state_dict"
+                " or fxamp.load_checkpoint"
+            )
+
+    def _check_scale(self, scale: float | None) -> None:
+        """Refuse a scale that no window could be opened with, or that the open one does not have."""
+        self.refuse_torn()
+        if scale is None:
+            return
+        require_scale("scale", scale)
+        window = self.opened
+        if window is not None and scale != window.given_scale:
+            raise PolicyError(
+                f"scale={scale!r} within a window that began with {window.given_scale or 'the scale of the scaler'}: "
+                "the gradients of a window add up, so they need the same scale. Change it at the start of a window."
+            )
+
+    def _compare_ranks(self) -> None:
+        """Refuse, on all ranks, settings that they cannot share or that differ: at a first call, and after a change."""
+        if "ranks" in self.loop.said:
+            return
+        ranks, scaler, undecided = self.ranks, self.scaler, self.undecided
+        refuse_unfit_ranks(ranks, accumulate_steps=self.accumulate_steps, scaled=scaler.is_enabled() or undecided)
+        if ranks.groups or (ranks.shared and dist.get_world_size() > 1):
+            told = {
+                "the policy": policies_asked(self.model),
+                "the number of ranks": [dist.get_world_size(group) for group in ranks.groups],
+                "the loss scaler": "undecided" if undecided else {"kind": scaler.kind, **scaler.state_dict()},
+                **checkpoint.settings_of(self),
+                **{name: getattr(self.options, name) for name in ("max_skips", "check_finite", "reduce")},
+                "the number of finished windows": self.course.windows,
+            }
+            refuse_differences(told, ranks.groups, self.model)
+        self.loop.said.add("ranks")
+
+    def window_of(self, scale: float | None = None) -> Window:
+        """Return a window that is not open, with a scale of its own or that of the scaler."""
+        scaler = self.scaler if scale is None else LossScaler(init_scale=scale, dynamic=False)
+        return Window(scaler, scale, self.weights, self.ranks, self.accumulate_steps)
+
+    def open_window(self, scale: float | None = None) -> Window:
+        """Open a window with a scale of its own, or return the one that is open."""
+        if self.opened is None:
+            window = self.window_of(scale)
+            self.loop.before_window(scaled=self.undecided or window.scaler.is_enabled(), in_place=self.in_place)
+            self.opened = window
+        return self.opened
+
+    def close_window(self) -> None:
+        """Leave the window that is open, without a step, if one is; what was cut off can be repeated."""
+        self.weights.end()
+        if self.opened is not None:
+            self.opened.close()
+            self.loop.after_window(in_place=self.in_place)
+            self.opened = None
 
     def _abandon(self) -> None:
         """Leave nothing of a window open, where an error or an interrupt ends a call."""
@@ -442,9 +633,9 @@ class TrainStep(TrainState):
             self.close_window()
         if position:
             left = f"an error left a window after {position} of {self.accumulate_steps} micro-batches"
-            self.say("abandoned", f"{left}, whose gradients are gone: the next call begins a new window")
+            self.loop.say("abandoned", f"{left}, whose gradients are gone: the next call begins a new window")
         if self.accumulate_steps > 1:  # this rank is at another micro-batch than those that saw no error
-            self.said.discard("ranks")
+            self.loop.said.discard("ranks")
 
     def _refuse_unreduced(self, window: Window) -> None:
         """Refuse to end a window whose gradients FSDP2 has not reduced: it does so in the backward of the last one."""
@@ -457,23 +648,19 @@ class TrainStep(TrainState):
                 "set_requires_gradient_sync(True))"
             )
 
-    def _exchanging(self, window: Window) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which replicas exchange gradients, if the micro-batch is the last of its window."""
-        return self.ranks.exchanging(window.position + 1 == self.accumulate_steps)
-
     def _backward(self, window: Window, loss: Tensor, weight: Weight, batch: Any) -> None:
-        self._warn_of_fp32()
+        self.loop.warn_of_fp32()
         if self.undecided:
             self._decide(window)
         if self.closes and weight is not UNWEIGHTED:
             raise PolicyError(
                 f"{type(self.optimizers[0]).__name__} runs the window again itself, without weights: leave out weight="
             )
-        share = window.share_of(weight, self.ranks, loss.device)
+        share = window.share_of(weight, loss.device)
         if loss.requires_grad:
             weighted = loss if isinstance(share, float) and share == 1 else loss * share
             with range_of("backward"), no_autocast():
-                mean = weighted if self.accumulate_steps == 1 else weighted / self.accumulate_steps
+                mean = weighted if window.size == 1 else weighted / window.size
                 window.scaler.scale(mean).backward()
         window.exchanged = self.ranks.exchanged
         if self.compiled is not None:
@@ -482,11 +669,11 @@ class TrainStep(TrainState):
         # The next replay of a CUDA graph overwrites the loss.
         window.took(detached.clone() if self.in_place else detached, share)
         # The last window before the limit of skipped steps keeps all that may have overflowed.
-        if batch is None or not (self.closes or self.skips_in_a_row.at_most + 1 >= self.max_skips):
+        if batch is None or not (self.closes or self.course.skips_in_a_row.at_most + 1 >= self.max_skips):
             window.batches.clear()
         if batch is not None:
             window.batches.append(batch)
-        self.by_hand.after_micro_batch(self.optimizers)
+        self.loop.after_micro_batch()
 
     def _refuse_own_loss(self) -> None:
         if self.compiled is not None:
@@ -500,11 +687,10 @@ class TrainStep(TrainState):
 
     def _decide(self, window: Window) -> None:
         """Choose the scaler that "auto" means, once the model is converted."""
-        self.undecided = False
-        self.low_dtype = given.low_dtype_of(self.model)
-        self.choose_scaler("auto")
-        if self.pending_scaler:
-            self.scaler.load_state_dict(dict(self.pending_scaler))
+        pending, self.pending = self.pending, None
+        self.choose_scaler(low_dtype_of(self.model))
+        if pending:
+            self.scaler.load_state_dict(dict(pending))
         if window.given_scale is None:
             window.scaled_by(self.scaler)
 
@@ -516,27 +702,24 @@ class TrainStep(TrainState):
 
     def _finish(self, window: Window, output: Any, total: int | None = None) -> StepResult:
         """End a window; `total` is the number of micro-batches of all ranks, if they end it early."""
-        self._autocasts = [(d, torch.get_autocast_dtype(d)) for d in DEVICES if torch.is_autocast_enabled(d)]
+        caller = [(d, torch.get_autocast_dtype(d)) for d in DEVICES if torch.is_autocast_enabled(d)]
         rates = self.rates()
         with range_of("update"), no_autocast():
-            update, mean = self._end(window, total)
-        self.windows += 1
+            update, mean = self._end(window, total, caller)
+        self.course.windows += 1
         result = self._result(window, update, output, mean.kept, rates)
         error = self._count(window, update)
-        self.torn = False
+        self.course.torn = False
         self.close_window()
         if error is not None:
             raise with_overflow(error, self, window)
         return result
 
-    def _begin(self) -> None:
-        self.torn = True
-
-    def _end(self, window: Window, total: int | None) -> tuple[Update, Mean]:
+    def _end(self, window: Window, total: int | None, caller: Sequence[tuple[str, torch.dtype]]) -> tuple[Update, Mean]:
         early = total is not None
         mean = Mean(window.position * self.ranks.replicated if total is None else total)
         if not self.closes:
-            mean = window.average(self.optimizers, self.ranks, self.accumulate_steps, in_backward=not early)
+            mean = window.average(self.optimizers, in_backward=not early)
         others = self.closes and early and bool(self.ranks.replicas)
         live = [o for o in self.optimizers if others or first_with_gradient([o]) is not None]
         if not live:
@@ -545,20 +728,23 @@ class TrainStep(TrainState):
         if self.closes:
             share = mean.kept / self.ranks.replicated
             held = step_by_closure(
-                live[0], window.scaler, lambda: self._run_again(window, share, early), self.ranks, self.check_finite,
-                self._begin,
+                live[0], window.scaler, lambda: self._run_again(window, share, early, caller), self.ranks,
+                self.check_finite, self.course.tears,
             )  # fmt: skip
             update_scale(window.scaler)
             update = Update({live[0]: held})
         else:
             end = AtEnd(
-                window.scaler, live, self.max_grad_norm, self.ranks, mean.nothing, self.on_gradients,
-                followed=bool(self.schedulers or self.averages), check_finite=self.check_finite, begins=self._begin,
+                window.scaler, live, self.max_grad_norm, self.ranks, mean.nothing, self.options.on_gradients,
+                followed=bool(self.schedulers or self.averages), check_finite=self.check_finite,
+                begins=self.course.tears,
             )  # fmt: skip
             update = take_step(end) if self.compiled is None else self.compiled.update(end)
         return update._replace(held_back=self._follow(update)), mean
 
-    def _run_again(self, window: Window, share: float | Tensor, early: bool) -> Tensor:
+    def _run_again(
+        self, window: Window, share: float | Tensor, early: bool, autocasts: Sequence[tuple[str, torch.dtype]]
+    ) -> Tensor:
         """Run the micro-batches of a window forward and backward, and return the mean of their losses.
 
         Gradients and loss are averaged over all ranks: an optimizer uses the loss to decide how to continue, and all
@@ -570,7 +756,7 @@ class TrainStep(TrainState):
             for index, (inputs, target) in enumerate(window.batches):
                 with self.ranks.exchanging(not early and index + 1 == count):
                     with contextlib.ExitStack() as caller:
-                        for device, dtype in self._autocasts:
+                        for device, dtype in autocasts:
                             caller.enter_context(torch.autocast(device, dtype))
                         loss = loss_of(self.model, self.loss_fn, inputs, target)[0] / share
                     window.scaler.scale(loss).backward()
@@ -612,20 +798,18 @@ class TrainStep(TrainState):
         if on_device := [flag.view(()) for flag in flags if isinstance(flag, Tensor)]:
             together = torch.stack([flag.to(on_device[0].device) for flag in on_device]) != 0
             skipped, stepped = skipped or together.any(), stepped or ~together.all()
-        self.tallies["skipped"].add(skipped)
-        self.tallies["steps"].add(stepped)
-        self.skips_in_a_row.add(skipped)
+        in_a_row = self.course.count(stepped, skipped)
         scaler, limit = self.scaler, window.scaler.max_skips or self.max_skips
         if skipped is True and not scaler.is_enabled():
-            self.say(
+            self.loop.say(
                 "skip",
                 f"a step was skipped, because gradients are not finite, first {first_bad(scaler, self.optimizers)}; "
                 f"with max_skips={limit} in a row that is an error",
             )
-        if not self.skips_in_a_row.reaches(limit):
+        if not in_a_row.reaches(limit):
             return None
         more = f"; the loss scale is now {scaler.get_scale()}" if scaler.is_enabled() else ""
-        return collapsed(self.skips_in_a_row, named_gradients(scaler, self.optimizers), more)
+        return collapsed(in_a_row, named_gradients(scaler, self.optimizers), more)
 
     def _result(
         self, window: Window, update: Update | None, output: Any = None, kept: int | Tensor | None = None,

@@ -12,7 +12,7 @@ from torch import nn
 from passes.contract.errors import PolicyError
 
 from ..view.copies import Copies, is_plain
-from ..view.frozen import parts_of, weights_of
+from ..view.frozen import keep, parts_of, weights_of
 from ..view.view import is_view, runner_of
 
 Mode = Literal["auto", "per_step", "per_use"]
@@ -41,7 +41,6 @@ class WeightCasts:
         asked: As given.
         parts: The views in the model.
         copies: The low copies, which live as long as the step.
-        is_open: Views read them now.
 
     Raises:
         PolicyError: `mode` is none of the three, or "per_step" and nothing can be kept.
@@ -51,7 +50,7 @@ class WeightCasts:
         if mode not in get_args(Mode):
             raise PolicyError(f"weights must be one of {', '.join(map(repr, get_args(Mode)))}, got {mode!r}")
         self.asked, self._accumulate_steps = mode, accumulate_steps
-        self.copies, self.is_open = Copies(), False
+        self.copies, self._scope = Copies("cast_once", bounded=True), contextlib.ExitStack()
         parts = list(parts_of(model))
         self.parts = [module for _, module, _ in parts if is_view(module)]
         self._refused = {path or "the model": reason for path, _, reason in parts if reason}
@@ -97,24 +96,22 @@ class WeightCasts:
         found = self._look()
         return not self._views or bool(found.graphs and not found.kept)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether views read the copies now."""
+        return any(runner.opened() is self.copies for runner in self._views.values())
+
     @contextlib.contextmanager
     def read(self) -> Iterator[None]:
         """Let views read copies inside this context; what was cast stays valid after it, until `end`."""
-        if self.is_open or self.mode == "per_use":
+        if self.mode == "per_use" or self.is_open:
             yield
             return
         try:
-            for runner in self._views.values():
-                runner.opened.open(self.copies, type(runner.model).__name__)
-            self.is_open = True
+            keep(self._scope, self.copies, self._views.values())
             yield
         finally:
-            self._close()
-
-    def _close(self) -> None:
-        for runner in self._views.values():
-            runner.opened.close(self.copies)
-        self.is_open = False
+            self._scope.close()
 
     @contextlib.contextmanager
     def window(self) -> Iterator[None]:
@@ -127,8 +124,7 @@ class WeightCasts:
 
     def end(self) -> None:
         """End a window: no view reads copies, and weights are cast again when they are next read."""
-        if self.is_open:
-            self._close()
+        self._scope.close()
         self.copies.end()
 
     def _look(self) -> _Found:
@@ -142,12 +138,14 @@ class WeightCasts:
             a_call = Counter[Any]()
             for graph in runner.graphs:  # a call runs one of them, or several that read different weights
                 a_graph = Counter[Any]()
-                for name, what in weights_of(graph):
+                casts, others = weights_of(graph)
+                per_use.update((".".join(filter(None, (path, name))), reason) for name, reason in others.items())
+                for name, what, count in casts:
                     weight = named.get(name)
                     whole = ".".join(filter(None, (path, name)))
                     if is_plain(weight):
                         kept[whole] = None
-                        a_graph[id(weight), what.dtype] += 1
+                        a_graph[id(weight), what.dtype] += count
                     elif weight is not None:
                         kind = type(weight).__name__
                         per_use[whole] = f"is a {kind}, which is gathered or exchanged again at each call"

@@ -1,7 +1,4 @@
-"""The open window of a training step: what is known of it from its first micro-batch to its end.
-
-`ByHand` finds calls of a hand-written loop, which the step makes itself, by what they leave between two calls.
-"""
+"""The window of a training step: what is known of it, and open, from its first micro-batch to its end."""
 
 from __future__ import annotations
 
@@ -15,15 +12,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from passes.contract.errors import PolicyError
 
-from .._torch import is_profiling, sequence_number
+from .._torch import is_profiling
 from ..observe import workload
 from ..observe.workload import output_of
 from .ranks.ranks import Ranks, agree, exchange, exchanged, groups_of, local
-from .scaler import LossScaler, scale_of
+from .scaler import LossScaler, forget_step, scale_of
+from .weights import WeightCasts
 
 LossFunction = Callable[..., Tensor]
 Weight = float | Tensor
@@ -89,7 +86,14 @@ class Mean(NamedTuple):
 
 
 class Window:
-    """One window.
+    """One window: while it is open, its micro-batches read low copies of weights, and those stay valid between them.
+
+    Args:
+        scaler: What scales its losses.
+        given_scale: A scale for it, instead of the scaler's.
+        casts: The casts of weights that it keeps.
+        ranks: The ranks that exchange its gradients.
+        size: The number of micro-batches that complete it.
 
     Attributes:
         scaler: What scales its losses.
@@ -100,10 +104,14 @@ class Window:
         exchanged: Whether the last backward has exchanged gradients, where replicas do.
         batches: Inputs and target of each, as far as somebody may run them again.
         reference: The first weight, or 1 where that is 0; None before there is one.
+        size: The number of micro-batches that complete it.
     """
 
-    def __init__(self, scaler: LossScaler, given_scale: float | None = None) -> None:
-        self.scaler, self.given_scale = scaler, given_scale
+    def __init__(
+        self, scaler: LossScaler, given_scale: float | None, casts: WeightCasts, ranks: Ranks, size: int
+    ) -> None:
+        self.scaler, self.given_scale, self.size = scaler, given_scale, size
+        self._casts, self._ranks = casts, ranks
         self.position, self.weighted, self.exchanged = 0, False, True
         self.losses: list[tuple[Tensor, Weight]] = []
         self.batches: list[tuple[Any, Any]] = []
@@ -127,7 +135,18 @@ class Window:
         """Scale losses by another scaler: the one that is chosen once a model is captured."""
         self.scaler, self._scale = scaler, None
 
-    def share_of(self, weight: Weight, ranks: Ranks, device: torch.device) -> Weight:
+    @contextlib.contextmanager
+    def micro_batch(self) -> Iterator[None]:
+        """Let a micro-batch run: it reads the copies of weights, and the last one exchanges gradients."""
+        with self._ranks.exchanging(self.position + 1 == self.size), self._casts.read():
+            yield
+
+    def close(self) -> None:
+        """Leave nothing of it: no copy is valid, and nothing is unscaled."""
+        self._casts.end()
+        forget_step(self.scaler)
+
+    def share_of(self, weight: Weight, device: torch.device) -> Weight:
         """Return the weight of a micro-batch over that of the first one, the same reference on all ranks."""
         if isinstance(weight, Tensor):
             if weight.numel() != 1:
@@ -140,7 +159,7 @@ class Window:
             self.reference = 1.0
             return 1.0
         if self.reference is None:
-            self.reference = _reference(weight, ranks, device)
+            self.reference = _reference(weight, self._ranks, device)
         self.weighted = True
         share = weight / self.reference
         return share.detach() if isinstance(share, Tensor) else share
@@ -150,15 +169,13 @@ class Window:
         self.position += 1
         self.losses.append((loss, share))
 
-    def average(
-        self, optimizers: Sequence[Optimizer], ranks: Ranks, accumulate_steps: int, *, in_backward: bool
-    ) -> Mean:
+    def average(self, optimizers: Sequence[Optimizer], *, in_backward: bool) -> Mean:
         """Make gradients the mean over micro-batches, before they are unscaled: the check for inf sees the means.
 
-        Those of each are multiplied by its weight and divided by `accumulate_steps`; `in_backward` says that the last
-        backward has exchanged them.
+        Those of each are multiplied by its weight and divided by `size`; `in_backward` says that the last backward has
+        exchanged them.
         """
-        weight, total = self.share, self.position * ranks.replicated
+        ranks, weight, total = self._ranks, self.share, self.position * self._ranks.replicated
         if self.weighted and not isinstance(weight, Tensor) and weight == 0:
             raise PolicyError("every weight of this window is 0, so its gradients have no mean: leave it out")
         done: set[Tensor] = set()
@@ -166,12 +183,12 @@ class Window:
             counts = torch.stack([torch.as_tensor(n, dtype=torch.float32) for n in (weight, self.position)])
             for replica in reversed(ranks.replicas):
                 params = exchanged(replica)
-                total = exchange(replica, counts.to(params[0].device), accumulate_steps)[1]  # type: ignore[assignment]
+                total = exchange(replica, counts.to(params[0].device), self.size)[1]  # type: ignore[assignment]
                 done.update(params)
         # A rank without micro-batches has taken part in the exchange, and has nothing of its own.
-        factor: float | Tensor = accumulate_steps / weight if isinstance(weight, Tensor) or weight else 1.0
+        factor: float | Tensor = self.size / weight if isinstance(weight, Tensor) or weight else 1.0
         if self.weighted and ranks.groups and not done:
-            factor = accumulate_steps * ranks.averaged / ranks.sum(torch.as_tensor(weight, dtype=torch.float64).clone())
+            factor = self.size * ranks.averaged / ranks.sum(torch.as_tensor(weight, dtype=torch.float64).clone())
         if isinstance(factor, Tensor) or factor != 1:
             with torch.no_grad():
                 for p in (p for o in optimizers for p in parameters(o) if p not in done):
@@ -208,72 +225,3 @@ def _reference(weight: Weight, ranks: Ranks, device: torch.device) -> Weight:
 def range_of(name: str) -> contextlib.AbstractContextManager[Any]:
     """Return a range that a profiler shows, for a part of a step."""
     return record_function(f"fxamp.{name}") if is_profiling() else contextlib.nullcontext()
-
-
-class ByHand:
-    """What a TrainStep left after its last micro-batch and its last window, compared with what the next one finds."""
-
-    def __init__(self) -> None:
-        self._versions: list[int | None] = []  # of a weight of each optimizer that has a gradient, within a window
-        self._epochs: list[tuple[int, ...]] = []  # of each scheduler, between windows
-        self._cleared: list[Tensor] = []  # the parameters that had gradients in the last window
-        self._recorded = -1  # the number of autograd's next op when it ended
-
-    def after_micro_batch(self, optimizers: Sequence[Optimizer]) -> None:
-        """Note the state within a window."""
-        self._versions = list(map(_version, optimizers))
-
-    def after_window(self, schedulers: Sequence[LRScheduler], cleared: list[Tensor]) -> None:
-        """Note the state between windows, and the parameters whose gradients were cleared."""
-        self._versions, self._cleared, self._recorded = [], cleared, sequence_number()
-        self._epochs = list(map(_epochs_of, schedulers))
-
-    def found(
-        self, optimizers: Sequence[Optimizer], schedulers: Sequence[LRScheduler], position: int, accumulate_steps: int
-    ) -> Iterator[tuple[str, str]]:
-        """Yield (subject, text) for what was done by hand since the last micro-batch or window.
-
-        Raises:
-            PolicyError: Gradients were cleared within a window.
-        """
-        had = any(version is not None for version in self._versions)
-        if had and first_with_gradient(optimizers) is None:
-            raise PolicyError(
-                f"the gradients of {position} of the window's {accumulate_steps} micro-batches were cleared "
-                "before the next one: leave out zero_grad(). A TrainStep clears gradients itself, after each window."
-            )
-        for optimizer, before in zip(optimizers, self._versions, strict=False):
-            if before != _version(optimizer):
-                yield (
-                    "weights",
-                    f"the weights that {type(optimizer).__name__} trains changed within a window of {accumulate_steps} "
-                    "micro-batches: leave out optimizer.step(). A TrainStep steps itself, after each window.",
-                )
-        for scheduler, epoch in zip(schedulers, self._epochs, strict=False):
-            if _epochs_of(scheduler) == tuple(one + 1 for one in epoch):
-                yield (
-                    "schedulers",
-                    f"{type(scheduler).__name__} stepped outside its TrainStep, which steps it after each window: "
-                    "leave out scheduler.step(), or do not give the scheduler to the TrainStep.",
-                )
-        self._epochs = []
-
-    def stale(self, optimizers: Iterable[Optimizer]) -> Tensor | None:
-        """Return the first parameter that has a gradient before a window opens.
-
-        A walk over thousands of parameters costs as much as the forward of a small model. While autograd has recorded
-        nothing in this thread since the last window, only those are looked at that had a gradient in it.
-        """
-        if sequence_number() != self._recorded:
-            return first_with_gradient(optimizers)
-        return next((p for p in self._cleared if p.grad is not None), None)
-
-
-def _epochs_of(scheduler: LRScheduler) -> tuple[int, ...]:
-    """Return how often a scheduler stepped; for a chain of them how often each did."""
-    return tuple(one.last_epoch for one in getattr(scheduler, "_schedulers", [scheduler]) if hasattr(one, "last_epoch"))
-
-
-def _version(optimizer: Optimizer) -> int | None:
-    """Return how often a weight of an optimizer was written to; None if no weight of it has a gradient."""
-    return None if (p := first_with_gradient([optimizer])) is None else p._version

@@ -14,7 +14,7 @@ import itertools
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -22,11 +22,13 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.optim import Optimizer
 
-from passes._torch import SET_GRAD, FakeTensor
+from passes._torch import SET_GRAD, FakeTensor, pytree
 from passes.contract.errors import CaptureError
 from passes.graph.aliases import Aliases, mutated_operands
 from passes.graph.notes import is_inserted
 from passes.graph.outputs import viewed
+from passes.ops import ops
+from passes.ops.rules import row_of
 from passes.runtime.casts import cast_weight
 
 from .._torch import (
@@ -38,6 +40,7 @@ from .._torch import (
     run_as_soon_as_ready,
 )
 from ..capture.call import current
+from ..capture.graph import attribute_of, copied
 
 logger = logging.getLogger("fxamp")
 
@@ -133,7 +136,7 @@ def _like(master: Tensor) -> tuple[Any, ...]:
     return master.shape, master.dtype, master.device, master.stride(), master.requires_grad
 
 
-Scope = Literal["window", "cast_once", "frozen"]
+Scope = Literal["cast_once", "frozen"]
 
 
 class Copies:
@@ -143,18 +146,19 @@ class Copies:
     last time. It is cast into the same memory, unless a backward may still need what that holds.
 
     Args:
-        scope: What ends the validity of a copy. In a "window" of a TrainStep its owner does, by `end`, and edits that
-            show. In "cast_once" do a step of the optimizer that has the parameter, an edit that shows and, of a
-            parameter of which neither was seen, each backward. When it is "frozen", nothing does, and no gradient
-            reaches the parameter.
+        scope: What ends the validity of a copy. In "cast_once" do a step of the optimizer that has the parameter, an
+            edit that shows and, of a parameter of which neither was seen, each backward. When it is "frozen", nothing
+            does, and no gradient reaches the parameter.
         name: That of the view, for a line of the log.
+        bounded: Whoever opens the copies does so for the calls of one micro-batch, and calls `end` after an update. So
+            no backward ends them, and calls without gradients read them too, as those of a checkpoint, and in eval.
 
     Attributes:
         casts: how many casts were made.
     """
 
-    def __init__(self, scope: Scope = "window", name: str = "") -> None:
-        self.scope, self.casts = scope, 0
+    def __init__(self, scope: Scope, name: str = "", *, bounded: bool = False) -> None:
+        self.scope, self.casts, self._bounded = scope, 0, bounded
         self._name, self._said = name, set[str]()
         self._copies: dict[tuple[int, torch.dtype], _Copy] = {}
         self._followed = set[int]()  # the parameters of which an update was seen, by identity
@@ -162,7 +166,7 @@ class Copies:
 
     def serves(self, model: nn.Module) -> bool:
         """Say whether a call of a model reads copies."""
-        if self.scope != "cast_once":
+        if self._bounded or self.scope == "frozen":
             return True
         if not torch.is_grad_enabled():
             return False
@@ -175,7 +179,7 @@ class Copies:
         If it is `flagged`, it requires a gradient as the parameter does, also where none are computed.
         """
         grad = grad and torch.is_grad_enabled()
-        if self.scope == "cast_once" and not (grad or master.requires_grad):
+        if self.scope == "cast_once" and not (self._bounded or grad or master.requires_grad):
             return cast(master, dtype, flagged)  # a teacher, which loops write through `.data`
         if self.scope == "frozen" and "grad" not in self._said and grad and master.requires_grad:
             self._said.add("grad")
@@ -207,7 +211,7 @@ class Copies:
                 return copy
         key, ours = (id(master), dtype), weakref.ref(self)
         self.casts += 1
-        ends = self.scope == "cast_once" and id(master) not in self._followed
+        ends = self.scope == "cast_once" and not self._bounded and id(master) not in self._followed
         made = self._copies[key] = _Copy(master, dtype, lambda _: _forget(ours(), key), ends)
         return made
 
@@ -221,13 +225,12 @@ class Copies:
             written = (copy.valid or copy.ends) and not copy.is_of(master)
             if copy.valid and not written:
                 continue
-            if written and self.scope == "cast_once":
+            if written:
                 self._followed.add(number)
                 copy.ends = False
             elif copy.ends and copy.read and master.requires_grad and master.grad is None:
                 self._say_unfollowed()
-            needed = copy.valid if self.scope == "window" else copy.taken or copy.readers
-            if copy.read and not needed and copy.fits(master):
+            if copy.read and not (copy.taken or copy.readers) and copy.fits(master):
                 again.append((copy, master))
             copy.read = False
         if again and not torch.is_inference_mode_enabled():
@@ -313,7 +316,8 @@ class Lifted(NamedTuple):
     """A cast of a parameter that is an input of the graph: which input the parameter is, and as `Copies.of` has it.
 
     `grad` says that the graph reads it where gradients are on, and `shared` that other graphs may read it too, as from
-    autocast's cache: not what is cast of a view of a parameter, nor where the graph casts a parameter repeatedly.
+    autocast's cache: not what is cast of a view of a parameter, nor where the graph casts a parameter repeatedly, nor
+    what a checkpoint reads, whose two runs share no cache with what is around it.
     """
 
     place: int
@@ -323,7 +327,7 @@ class Lifted(NamedTuple):
     shared: bool
 
 
-def weight_casts(graph: Graph, kept: Mapping[int, Any], *, sums_inside: bool = False) -> Iterator[tuple[Node, Lifted]]:
+def weight_casts(graph: Graph, kept: Collection[int], *, sums_inside: bool = False) -> Iterator[tuple[Node, Lifted]]:
     """Yield the casts that can be lifted out of a graph, of which `kept` are the parameters by place.
 
     A cast stays if the graph may have written to the parameter before. If gradients are summed inside the graph's own
@@ -343,7 +347,7 @@ def weight_casts(graph: Graph, kept: Mapping[int, Any], *, sums_inside: bool = F
         if not leaves and len(others) < 2 and not aliases.epoch(master, node):
             dtype: Any = node.args[1]
             once = sum(cast.args[:2] == node.args[:2] for cast in casts) == 1
-            shared = once and all(viewed(user) is None for user in node.users)
+            shared = once and all(viewed(user) is None and not row_of(user).recomputed for user in node.users)
             yield node, Lifted(at[master], dtype, node.target is cast_weight, node in on, shared)
 
 
@@ -372,23 +376,81 @@ def lift(
     gm: GraphModule, inputs: Sequence[Any], *, sums_inside: bool = False
 ) -> tuple[GraphModule, list[Any], list[Lifted]]:
     """Return a copy of a graph in which casts of parameters are further inputs, its inputs, and what each casts."""
-    graph = torch.fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
+    gm, kept = copied(gm), {i: v for i, v in enumerate(inputs) if is_plain(v)}
+    casts_before_checkpoints(gm, kept, sums_inside=sums_inside)
     examples, lifted = list(inputs), list[Lifted]()
-    places = [n for n in graph.nodes if n.op == "placeholder"]
-    kept = {i: v for i, v in enumerate(inputs) if is_plain(v)}
-    for node, what in list(weight_casts(graph, kept, sums_inside=sums_inside)):
-        with graph.inserting_after(places[-1]):
-            new = graph.placeholder(f"low_{what.place}_{len(lifted)}")
-        new.meta = {k: v for k, v in node.meta.items() if k in ("val", "example_value")}
-        places.append(new)
+    for node, what in list(weight_casts(gm.graph, kept, sums_inside=sums_inside)):
+        new = _placeholder(gm.graph, f"low_{what.place}_{len(lifted)}", node)
         lifted.append(what)
         master = inputs[what.place]
         low = master.detach().to(what.dtype).requires_grad_(master.requires_grad)
         examples.append(of_fixed_sizes(low))
         node.replace_all_uses_with(new)
-        graph.erase_node(node)
-    return GraphModule(gm, graph), examples, lifted
+        gm.graph.erase_node(node)
+    gm.recompile()
+    return gm, examples, lifted
+
+
+def _placeholder(graph: Graph, name: str, like: Node) -> Node:
+    """Add an input behind the others of a graph."""
+    *_, last = graph.find_nodes(op="placeholder")
+    with graph.inserting_after(last):
+        new = graph.placeholder(name)
+    new.meta = {k: v for k, v in like.meta.items() if k in ("val", "example_value")}
+    return new
+
+
+def casts_before_checkpoints(gm: GraphModule, kept: Collection[int], *, sums_inside: bool = False) -> None:
+    """Have what checkpoints cast of parameters, `kept` by place, be cast before them, in place: once for both runs.
+
+    Before: y = recompute(body, x, w)                            body: linear(x, w.to(bfloat16))
+    After:  low = w.to(bfloat16); y = recompute(body, x, low)    body: linear(x, low)
+    """
+    calls = [n for n in gm.graph.nodes if n.op == "call_function" and row_of(n).recomputed]
+    if not calls:
+        return
+    places, aliases = gm.graph.find_nodes(op="placeholder"), Aliases(gm.graph)
+    masters: set[Any] = {n for i, n in enumerate(places) if i in kept}
+    for call in calls:
+        source: Any = call.args[0]
+        operands: Any = call.args[1:]
+        body = attribute_of(gm, str(source.target)) if isinstance(source, Node) and len(source.users) == 1 else None
+        if not isinstance(body, GraphModule):
+            continue
+        inside = {i for i, v in enumerate(operands) if v in masters and not aliases.epoch(v, call)}
+        casts_before_checkpoints(body, inside, sums_inside=sums_inside)
+        inputs = body.graph.find_nodes(op="placeholder")
+        for cast, what in list(weight_casts(body.graph, inside, sums_inside=sums_inside)):
+            with gm.graph.inserting_before(call):
+                low = gm.graph.node_copy(cast, {inputs[what.place]: operands[what.place]}.__getitem__)
+            of_body = inputs[what.place]
+            if list(of_body.users) == [cast]:
+                call.update_arg(what.place + 1, low)
+                of_body.meta.update((k, cast.meta[k]) for k in ("val", "example_value") if k in cast.meta)
+            else:
+                of_body = _placeholder(body.graph, f"low_{cast.name}", cast)
+                call.args = (*call.args, low)
+            cast.replace_all_uses_with(of_body)
+            body.graph.erase_node(cast)
+        body.recompile()
+    gm.recompile()
+
+
+def casts_inside(gm: GraphModule, names: Mapping[int, str]) -> Iterator[tuple[str, str]]:
+    """Yield which parameters, named by place, a graph casts in bodies of its ops, and why these casts stay there."""
+    named = {n: names[i] for i, n in enumerate(gm.graph.find_nodes(op="placeholder")) if i in names}
+    for call in gm.graph.nodes:
+        leaves = pytree.tree_leaves(call.args) if call.op == "call_function" and row_of(call).bodies else []
+        bodies = [attribute_of(gm, str(n.target)) for n in leaves if isinstance(n, Node) and n.op == "get_attr"]
+        for body in (one for one in bodies if isinstance(one, GraphModule)):
+            inputs = body.graph.find_nodes(op="placeholder")
+            given = leaves[len(leaves) - len(inputs) :] if inputs else []
+            here = {i: named[v] for i, v in enumerate(given) if v in named}
+            why = "which has another use for it" if row_of(call).recomputed else "which may run often, or not at all"
+            for i, name in here.items():
+                if any(is_inserted(user) and user.args[0] is inputs[i] for user in inputs[i].users):
+                    yield name, f"is cast inside {ops.name(call)}, {why}"
+            yield from casts_inside(body, here)
 
 
 def with_copies(

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from passes.ops.rules import row_of
+
 from .._torch import compiled_call, is_sharded, original_of
-from ..capture.graph import Graph
+from ..capture.graph import Graph, copied
 from ..errors import NotAModuleError
-from .copies import Copies, Lifted, is_plain, weight_casts
+from .copies import Copies, Lifted, casts_before_checkpoints, casts_inside, is_plain, weight_casts
+from .runner import Runner
 from .view import is_view, runner_of
 
 logger = logging.getLogger("fxamp")
@@ -73,11 +76,20 @@ def cast_once(model: Any) -> Iterator[Any]:
             logger.log(level, "fxamp: cast_once: casts of weights of %s are not kept: it %s", name, reason)
     copies = Copies("cast_once", type(model).__name__)
     with contextlib.ExitStack() as scope:
-        for runner in (runner_of(view) for view, reason in views if not reason):
-            scope.callback(runner.opened.close, copies)
-            runner.opened.open(copies, type(runner.model).__name__)
-        scope.callback(register_optimizer_step_post_hook(copies.stepped).remove)
+        keep(scope, copies, [runner_of(view) for view, reason in views if not reason])
         yield model
+
+
+def keep(scope: contextlib.ExitStack, copies: Copies, runners: Iterable[Runner]) -> None:
+    """Let views read copies until a scope closes, and a step of an optimizer end those of its weights.
+
+    Raises:
+        CaptureError: A view is frozen.
+    """
+    for runner in runners:
+        scope.callback(runner.opened.close, copies)
+        runner.opened.open(copies, type(runner.model).__name__)
+    scope.callback(register_optimizer_step_post_hook(copies.stepped).remove)
 
 
 def parts_of(model: nn.Module, path: str = "", reason: str = "") -> Iterator[tuple[str, nn.Module, str]]:
@@ -140,7 +152,7 @@ def frozen(converted: Any) -> Iterator[Any]:
         named = {path: p for path, p in parameters if is_plain(p)}
         with torch.no_grad():
             for graph in runner.graphs:
-                for path, what in weights_of(graph):
+                for path, what, _ in weights_of(graph)[0]:
                     if path in named:
                         copies.of(named[path], what.dtype)
         yield converted
@@ -148,7 +160,15 @@ def frozen(converted: Any) -> Iterator[Any]:
         runner.opened.close(copies)
 
 
-def weights_of(graph: Graph) -> Iterator[tuple[str, Lifted]]:
-    """Yield the weights whose casts can be lifted out of a graph: the name of each in the model, and its cast."""
-    for _, what in weight_casts(graph.emitted.graph, graph.names):
-        yield graph.names[what.place], what
+def weights_of(graph: Graph) -> tuple[list[tuple[str, Lifted, int]], dict[str, str]]:
+    """Return the weights whose casts can be lifted out of a graph, and why those of others stay in it, by name.
+
+    Of each it is the name in the model, the cast, and how often a call makes it, which a checkpoint does twice.
+    """
+    names, gm = graph.names, copied(graph.emitted)
+    casts_before_checkpoints(gm, names)
+    casts = [
+        (names[what.place], what, 1 + any(row_of(user).recomputed for user in node.users))
+        for node, what in weight_casts(gm.graph, names)
+    ]
+    return casts, dict(casts_inside(gm, names))

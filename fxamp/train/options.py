@@ -1,13 +1,14 @@
-"""What a TrainStep is given: arguments that fit the model and each other. Others are refused by name."""
+"""What a TrainStep is asked for: one value, checked in one place. Arguments that do not fit are refused by name."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
@@ -17,13 +18,99 @@ from passes.contract.policy import Policy
 
 from ..capture.graphs import is_compiled, plan_of
 from ..capture.parameters import require_fp32
+from ..errors import NotAModuleError
 from ..view.view import is_view, runner_of
-from .scaler import LossScaler, require_scale
+from .compiled_step import Output, require_output
+from .compiler import CompileSettings, settings_of
+from .scaler import LossScaler, require_count, require_number, require_scale
 from .update import needs_closure
-from .window import parameters
+from .weights import Mode
+from .window import LossFunction, parameters
+
+MEANT = {  # by arguments of other trainers
+    **dict.fromkeys(("grad_clip", "clip_grad_norm", "gradient_clip_val", "max_norm", "clip"), "max_grad_norm="),
+    **dict.fromkeys(
+        ("gradient_accumulation_steps", "accumulate_grad_batches", "grad_accum", "accumulation"), "accumulate_steps="
+    ),
+    **dict.fromkeys(("grad_scaler", "loss_scale", "loss_scaler"), "scaler="),
+    **dict.fromkeys(("criterion", "loss"), "loss_fn="), "lr_scheduler": "scheduler=",
+    **dict.fromkeys(("policy", "dtype", "precision"), "fxamp.convert(model, policy=...), and give its view"),
+}  # fmt: skip
 
 
-def require_one_of(name: str, value: object, values: Sequence[object]) -> None:
+@dataclass(frozen=True)
+class Options:
+    """The arguments of a TrainStep beside its model, as `TrainStep` describes them; several of a kind are a tuple."""
+
+    loss_fn: LossFunction | None
+    optimizers: tuple[Optimizer, ...]
+    schedulers: tuple[LRScheduler, ...]
+    averages: tuple[AveragedModel, ...]
+    scaler: LossScaler | float | Literal["auto"] | None
+    accumulate_steps: int
+    max_grad_norm: float | None
+    weights: Mode
+    max_skips: int
+    check_finite: bool
+    on_gradients: Callable[[list[Tensor]], Any] | None
+    census: Literal["warn", "error"] | None
+    compile: CompileSettings | None
+    output: Output | None
+    reduce: Literal["micro_batch", "window"]
+
+    @classmethod
+    def of(cls, model: object, *, optimizer: Any, scheduler: Any, ema: Any, compile: Any, **asked: Any) -> Options:
+        """Return the options that the arguments of a TrainStep stand for.
+
+        Raises:
+            NotAModuleError: The model is no module.
+            PolicyError: An argument is invalid, or does not fit the model or another argument.
+        """
+        if not isinstance(model, nn.Module):
+            raise NotAModuleError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        loss_fn, on_gradients = asked["loss_fn"], asked["on_gradients"]
+        if loss_fn is not None and (not callable(loss_fn) or isinstance(loss_fn, Optimizer)):
+            raise PolicyError(f"loss_fn must be callable, or None for the output's .loss, got {type(loss_fn).__name__}")
+        if on_gradients is not None and not callable(on_gradients):
+            raise PolicyError(f"on_gradients must be callable, got {type(on_gradients).__name__}")
+        _require_one_of("reduce", asked["reduce"], ("micro_batch", "window"))
+        _require_one_of("check_finite", asked["check_finite"], (True, False))
+        for name in ("accumulate_steps", "max_skips"):
+            require_count(name, asked[name])
+        clips = asked["max_grad_norm"] is not None
+        if clips:
+            require_number("max_grad_norm", asked["max_grad_norm"], "a number greater than 0, or None", lambda x: x > 0)
+        optimizers, settings = _optimizers_of(optimizer, model), settings_of(compile)
+        made = cls(
+            optimizers=optimizers, schedulers=_schedulers_of(scheduler, optimizers), averages=_averages_of(ema, model),
+            compile=settings, **asked,
+        )  # fmt: skip
+        require_output(made.output, settings is not None)
+        _refuse_company(
+            optimizers,
+            ["max_grad_norm"] * clips
+            + ["on_gradients"] * (on_gradients is not None)
+            + [f"compile={compile!r}"] * (settings is not None),
+        )
+        return made
+
+    def saved(self) -> dict[str, Any]:
+        """Return them as plain values, for a state; of what is none, as a loss or a scaler, its class.
+
+        `fxamp.train.checkpoint` says which of them two runs must share.
+        """
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values["compile"] = None if self.compile is None else self.compile.name
+        return {name: _plain(value) for name, value in values.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [type(one).__name__ for one in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
+
+
+def _require_one_of(name: str, value: object, values: Sequence[object]) -> None:
     """Raise a PolicyError unless a value is one of some, of their type."""
     if not any(type(value) is type(one) and value == one for one in values):
         listed = " or ".join(str(one) if isinstance(one, bool) else f'"{one}"' for one in values)
@@ -75,7 +162,7 @@ def scaler_of(scaler: object, low_dtype: torch.dtype | None) -> LossScaler:
     return LossScaler(init_scale=float(scaler), dynamic=False)  # type: ignore[arg-type]
 
 
-def optimizers_of(optimizer: object, model: nn.Module) -> tuple[Optimizer, ...]:
+def _optimizers_of(optimizer: object, model: nn.Module) -> tuple[Optimizer, ...]:
     """Return one optimizer or several as a tuple. They share no parameter, none is low, and they train the model."""
     optimizers = _several("optimizer", optimizer, Optimizer)
     if not optimizers:
@@ -99,7 +186,7 @@ def optimizers_of(optimizer: object, model: nn.Module) -> tuple[Optimizer, ...]:
     return optimizers
 
 
-def schedulers_of(scheduler: object, optimizers: Sequence[Optimizer]) -> tuple[LRScheduler, ...]:
+def _schedulers_of(scheduler: object, optimizers: Sequence[Optimizer]) -> tuple[LRScheduler, ...]:
     """Return one scheduler or several as a tuple. Each belongs to one of the optimizers."""
     schedulers = () if scheduler is None else _several("scheduler", scheduler, LRScheduler)
     for one in schedulers:
@@ -113,7 +200,7 @@ def schedulers_of(scheduler: object, optimizers: Sequence[Optimizer]) -> tuple[L
     return schedulers
 
 
-def averages_of(ema: object, model: nn.Module) -> tuple[AveragedModel, ...]:
+def _averages_of(ema: object, model: nn.Module) -> tuple[AveragedModel, ...]:
     """Return one average of the model or several as a tuple."""
     averages = () if ema is None else _several("ema", ema, AveragedModel)
     for one in averages:
@@ -141,12 +228,12 @@ def _several(name: str, value: object, kind: type[Any]) -> tuple[Any, ...]:
     return several
 
 
-def refuse_company(optimizers: Sequence[Optimizer], settings: Mapping[str, bool]) -> None:
+def _refuse_company(optimizers: Sequence[Optimizer], settings: Sequence[str]) -> None:
     """Raise PolicyError where an optimizer that needs a closure has a setting that has no meaning for it."""
-    found = next((o for o in optimizers if needs_closure(o)), None)
-    refused = ["another optimizer"] * (len(optimizers) > 1) + [what for what, given in settings.items() if given]
-    if found is not None and refused:
+    closes = next((o for o in optimizers if needs_closure(o)), None)
+    refused = ["another optimizer"] * (len(optimizers) > 1) + [*settings]
+    if closes is not None and refused:
         raise PolicyError(
-            f"{type(found).__name__} evaluates the loss several times in a step, which does not work together with "
+            f"{type(closes).__name__} evaluates the loss several times in a step, which does not work together with "
             f"{' and '.join(refused)}: leave that out, or write a loop of your own on fxamp.LossScaler"
         )

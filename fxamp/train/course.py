@@ -1,0 +1,75 @@
+"""The course of a training step: what it has counted, which policies it was switched to, and whether it is whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from passes.contract.errors import PolicyError
+from passes.contract.plan import Plan
+
+from .scaler import Tally
+
+
+class Course:
+    """What a step has counted and switched, the same on all ranks.
+
+    Attributes:
+        windows: How many windows were finished.
+        steps: How many of them ended with a step.
+        skipped: How many of them ended with a skipped step of an optimizer.
+        skips_in_a_row: How many of the last ones did.
+        switches: The policies that were set, each with the number of windows before it.
+        plan: The plan that was set last, if it was one.
+        torn: The last window was left while its optimizers stepped.
+
+    Raises:
+        PolicyError: A count in the state is none.
+    """
+
+    def __init__(self, state: Mapping[str, Any] | None = None) -> None:
+        state = state or {}
+        for name in ("windows", "steps", "skipped", "skips_in_a_row"):
+            if type(count := state.get(name, 0)) is not int or count < 0:
+                raise PolicyError(f"the state has {count!r} where the number of its {name} should be")
+        self.windows: int = state.get("windows", 0)
+        self.steps, self.skipped = Tally(state.get("steps", 0)), Tally(state.get("skipped", 0))
+        self.skips_in_a_row = Tally(state.get("skips_in_a_row", 0), in_a_row=True)
+        self.switches: tuple[tuple[int, str], ...] = tuple((at, policy) for at, policy in state.get("switches", ()))
+        plan = state.get("switched_plan")
+        self.plan = None if plan is None else Plan.from_json(plan)
+        self.torn = False
+
+    @property
+    def tallies(self) -> tuple[Tally, ...]:
+        """All counts that may be on the device."""
+        return self.steps, self.skipped, self.skips_in_a_row
+
+    def state(self) -> dict[str, Any]:
+        """Return it as plain values; that waits for the device."""
+        return {
+            "windows": self.windows,
+            "steps": self.steps.read(),
+            "skipped": self.skipped.read(),
+            "skips_in_a_row": self.skips_in_a_row.read(),
+            "switches": [list(one) for one in self.switches],
+            "switched_plan": None if self.plan is None else self.plan.to_json(),
+        }
+
+    def switch(self, policy: str, plan: Plan | None) -> None:
+        """Note that the views follow another policy from the next window on."""
+        self.skips_in_a_row = Tally(in_a_row=True)
+        self.switches, self.plan = (*self.switches, (self.windows, policy)), plan
+
+    def tears(self) -> None:
+        """Note that optimizers begin to step."""
+        self.torn = True
+
+    def count(self, stepped: bool | torch.Tensor, skipped: bool | torch.Tensor) -> Tally:
+        """Count a window in which an optimizer stepped, or was skipped; return how many skips there are in a row."""
+        self.steps.add(stepped)
+        self.skipped.add(skipped)
+        self.skips_in_a_row.add(skipped)
+        return self.skips_in_a_row
