@@ -58,7 +58,10 @@ def stochastic(values: Tensor, low: torch.dtype, generator: torch.Generator) -> 
     dropped = 23 - BITS[low]
     noise = torch.randint(0, 1 << dropped, values.shape, dtype=torch.int32, device=values.device, generator=generator)
     if low == torch.bfloat16:  # infinity stays what it is, and so do strides, on which graphs after a break are guarded
-        return values.view(torch.int32).add(noise).bitwise_and_(-(1 << dropped)).view(torch.float32)
+        rounded = values.view(torch.int32).add(noise).bitwise_and_(-(1 << dropped)).view(torch.float32)
+        return torch.where(
+            values.isnan(), values, rounded
+        )  # of some NaN the sum is -0.0, of others it drops to infinity
     share = noise.float() / (1 << dropped)
     step = ulp(values, low)  # a power of two, so that nothing but floor rounds
     rounded = (values / step + share).floor_() * step

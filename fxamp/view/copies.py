@@ -449,7 +449,7 @@ def casts_inside(gm: GraphModule, names: Mapping[int, str]) -> Iterator[tuple[st
             why = "which has another use for it" if row_of(call).recomputed else "which may run often, or not at all"
             for i, name in here.items():
                 if any(is_inserted(user) and user.args[0] is inputs[i] for user in inputs[i].users):
-                    yield name, f"is cast inside {ops.name(call)}, {why}"
+                    yield name, f"is cast inside {ops.name(call).removeprefix('higher_order::')}, {why}"
             yield from casts_inside(body, here)
 
 

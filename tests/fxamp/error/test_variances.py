@@ -39,6 +39,8 @@ def test_stochastic_rounding_is_right_on_average_and_keeps_what_fits(low: torch.
     moved = values.reshape(1, -1, 1).expand(3, -1, 2).clone().transpose(0, 2)
     assert stochastic(moved, low, generator).stride() == moved.stride()  # on which graphs are guarded
     beyond = stochastic(torch.tensor([float("inf"), float("nan")]), low, generator)
+    kinds = torch.tensor([0x7FFFFFFF, -1, 0x7F800001, -0x7FFFFF], dtype=torch.int32).view(torch.float32)  # CUDA's first
+    assert all(bool(stochastic(kinds, low, generator).to(low).isnan().all()) for _ in range(20))
     assert beyond[0] == float("inf")
     assert beyond.isnan()[1]
 
