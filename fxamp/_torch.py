@@ -35,6 +35,7 @@ from passes._torch import VF, FakeTensor, FakeTensorMode, OpOverload, pytree
 pop_mode, push_mode = torch.utils._python_dispatch._pop_mode, torch.utils._python_dispatch._push_mode
 BatchNorm = torch.nn.modules.batchnorm._BatchNorm
 flat_by = torch.fx._pytree.tree_flatten_spec  # `Graph.process_inputs` takes no keyword arguments
+keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph  # inside a backward: another one may run through it
 copy_together = torch._foreach_copy_  # copies many tensors, on an accelerator by one launch; the dtypes may differ
 current_autograd_node = torch._C._current_autograd_node  # that is running in this thread; None outside of backward
 current_backward = torch._C._current_graph_task_id  # the number of the backward that is running, -1 outside of all
@@ -444,11 +445,6 @@ def run_as_soon_as_ready(value: torch.Tensor) -> None:
     set_number = getattr(value.grad_fn, "_set_sequence_nr", None)
     if set_number is not None:
         set_number(2**64 - 1)
-
-
-def keeps_graph() -> bool:
-    """Say, inside a backward, whether its graph stays, so that another backward may run through it."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def kept_by_compiled(outputs: Sequence[Any]) -> list[torch.Tensor] | None:

@@ -10,11 +10,10 @@ After:  graph(w, low): linear(x, low)        low = copies.of(w, bfloat16)
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -173,6 +172,22 @@ class Copies:
         self._in_eval = None if model.training else model
         return model.training
 
+    def all_of(self, lifted: Iterable[Lifted], args: Sequence[Any]) -> list[Tensor]:
+        """Return the copies that a graph reads, each as `of` returns it; microseconds a weight are some of a step."""
+        found, fresh, recording = list[Tensor](), None, torch.is_grad_enabled() and self.scope != "frozen"
+        for place, dtype, flagged, grad, _ in lifted:
+            master = args[place]
+            copy = self._copies.get((id(master), dtype)) if recording and grad and master.requires_grad else None
+            if copy is not None and fresh is None and not copy.valid:
+                copy.read = True
+                fresh = self._cast_together()
+            if copy is None or copy.taken or not (copy.valid and ((fresh and copy in fresh) or copy.is_of(master))):
+                found.append(self.of(master, dtype, flagged, grad))
+            else:
+                copy.taken = copy.read = True
+                found.append(copy.node)
+        return found
+
     def of(self, master: Tensor, dtype: torch.dtype, flagged: bool = False, grad: bool = True) -> Tensor:
         """Return the copy of a parameter, which is made if there is none that is valid.
 
@@ -215,8 +230,8 @@ class Copies:
         made = self._copies[key] = _Copy(master, dtype, lambda _: _forget(ours(), key), ends)
         return made
 
-    def _cast_together(self) -> None:
-        """Cast again, in place, all that was read since the last time and is not valid any more."""
+    def _cast_together(self) -> set[_Copy]:
+        """Cast again, in place, all that was read since the last time and is not valid any more, and return it."""
         again: list[tuple[_Copy, Any]] = []
         for (number, _), copy in self._copies.items():
             master = copy.master()
@@ -240,17 +255,23 @@ class Copies:
                 copy.filled(master)
                 copy.taken = False
             self.casts += len(again)
+            return {copy for copy, _ in again}
+        return set()
 
     def stepped(self, optimizer: Optimizer, *_: Any) -> None:
         """End the copies of the parameters that an optimizer has stepped, as a hook on its step."""
-        dtypes = {dtype for _, dtype in self._copies}
-        stepped = {id(p) for g in optimizer.param_groups for p in g["params"] if p.requires_grad or p.grad is not None}
-        for number, dtype in itertools.product(stepped, dtypes):
-            if (copy := self._copies.get((number, dtype))) is not None:
-                copy.valid = copy.ends = False
-                self._followed.add(number)
-        if (model := self._in_eval) is not None and not stepped.isdisjoint(map(id, model.parameters())):
-            self._say("eval", "keeps no casts of weights, since it trains in eval mode: call train() before")
+        copies, dtypes = self._copies, {dtype for _, dtype in self._copies}
+        for p in (p for g in optimizer.param_groups for p in g["params"] if p.requires_grad or p.grad is not None):
+            for dtype in dtypes:
+                if (copy := copies.get((id(p), dtype))) is not None:
+                    copy.valid = False
+                    if copy.ends:
+                        copy.ends = False
+                        self._followed.add(id(p))
+        if (model := self._in_eval) is not None:
+            inside = set(map(id, model.parameters()))
+            if any(id(p) in inside for g in optimizer.param_groups for p in g["params"]):
+                self._say("eval", "keeps no casts of weights, since it trains in eval mode: call train() before")
 
     def _say_unfollowed(self) -> None:
         self._say(
@@ -417,7 +438,10 @@ def casts_before_checkpoints(gm: GraphModule, kept: Collection[int], *, sums_ins
         body = attribute_of(gm, str(source.target)) if isinstance(source, Node) and len(source.users) == 1 else None
         if not isinstance(body, GraphModule):
             continue
-        inside = {i for i, v in enumerate(operands) if v in masters and not aliases.epoch(v, call)}
+        inside = {
+            i for i, v in enumerate(operands)
+            if v in masters and not aliases.epoch(v, call) and not (sums_inside and sum(map(_reads, v.users)) > 1)
+        }  # fmt: skip
         casts_before_checkpoints(body, inside, sums_inside=sums_inside)
         inputs = body.graph.find_nodes(op="placeholder")
         for cast, what in list(weight_casts(body.graph, inside, sums_inside=sums_inside)):
@@ -434,6 +458,10 @@ def casts_before_checkpoints(gm: GraphModule, kept: Collection[int], *, sums_ins
             body.graph.erase_node(cast)
         body.recompile()
     gm.recompile()
+
+
+def _reads(user: Node) -> bool:
+    return not is_inserted(user)
 
 
 def casts_inside(gm: GraphModule, names: Mapping[int, str]) -> Iterator[tuple[str, str]]:
@@ -457,20 +485,23 @@ def with_copies(
     run: Callable[..., Any], lifted: Sequence[Lifted], opened: Callable[[], Copies | None]
 ) -> Callable[..., Any]:
     """Return a function that calls a graph with the casts that were lifted out of it."""
-    return lambda *args: run(*args, *lifted_inputs(lifted, opened, args))
+    return lambda *args: run(*args, *lifted_inputs(lifted, opened, args, whole=True))
 
 
 def lifted_inputs(
-    lifted: Sequence[Lifted], opened: Callable[[], Copies | None], args: Sequence[Any]
-) -> Iterator[Tensor]:
-    """Yield the casts that were lifted out of a graph, for the inputs of a call of it.
+    lifted: Sequence[Lifted], opened: Callable[[], Copies | None], args: Sequence[Any], *, whole: bool = False
+) -> list[Tensor]:
+    """Return the casts that were lifted out of a graph, for the inputs of a call of it; a `whole` one runs alone.
 
     In one call of a view, whatever graph reads a weight, and however often, reads one cast, as from autocast's cache:
     its gradients are summed there, in 16 bits. A weight that is written meanwhile is cast again.
     """
     copies, call = opened(), current()
+    if whole and copies is not None:
+        return copies.all_of(lifted, args)
     low = cast if copies is None else copies.of
     known: dict[Any, tuple[Tensor, Any]] = {} if call is None else call.low
+    found = list[Tensor]()
     for place, dtype, flagged, grad, shared in lifted:
         master = args[place]
         key, recorded = (id(master), dtype), grad and torch.is_grad_enabled() and master.requires_grad
@@ -479,7 +510,8 @@ def lifted_inputs(
             made = low(master, dtype, flagged, grad)
             if shared:
                 known[key] = made, _state(master)
-        yield made
+        found.append(made)
+    return found
 
 
 def cast(master: Tensor, dtype: torch.dtype, flagged: bool, grad: bool = True) -> Tensor:

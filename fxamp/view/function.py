@@ -185,7 +185,7 @@ class Function:
         if not (self.opened is not None or several) or any(map(is_gathered, model.modules())):
             return gm, inputs, None
         gm, examples, lifted = lift(gm, inputs, sums_inside=not uncompiled)
-        return gm, examples, partial(lifted_inputs, lifted, self.opened or _none) if lifted else None
+        return gm, examples, partial(lifted_inputs, lifted, self.opened or _none, whole=whole) if lifted else None
 
     def _note_low(self, model: nn.Module) -> None:
         """Note which parameters are low before a call that is captured."""
