@@ -34,10 +34,10 @@ from passes.graph.values import no_autocast
 
 from .._torch import (
     OWN_CACHE,
-    compile_records,
     dynamo_errors,
     dynamo_is_disabled,
     dynamo_settings,
+    last_record,
     storage_id,
     unmark_batch,
 )
@@ -314,7 +314,7 @@ def _left_to_python(*, with_all_inside: bool = False, always: bool = False) -> A
 
 def _record(code: CodeType, what: str) -> str:
     """Return what Dynamo's record of the last compilation says, "" if it is of other code."""
-    last: Any = next(reversed(compile_records()), None)
+    last = last_record()
     if last is None or (last.co_name, last.co_firstlineno) != (code.co_name, code.co_firstlineno):
         return ""
     return str(getattr(last, what, None) or "").strip()

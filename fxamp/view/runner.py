@@ -37,8 +37,6 @@ from passes.contract.reasons import Code
 from .._torch import (
     dispatch_modes,
     dynamo_errors,
-    dynamo_is_disabled,
-    dynamo_stance,
     ignores_compilers,
     is_spread,
     is_traced_by_fx,
@@ -51,6 +49,7 @@ from .._torch import (
 )
 from ..capture.call import Call, begin, current
 from ..capture.graphs import Graphs, runner_of
+from ..capture.in_place import why_no_graph
 from ..capture.modes import Modes
 from ..capture.outputs import is_whole, own_values, restored
 from ..capture.state import state_of
@@ -413,14 +412,7 @@ class Runner:
         return not others and next(self.model.parameters(), None) is not None
 
     def _cause(self, mine: bool) -> str:
-        stance = dynamo_stance()
-        if stance != "default":
-            return f"torch.compiler.set_stance({stance!r})"
-        if dynamo_is_disabled():
-            return "torch._dynamo.config.disable"
-        if in_transform():
-            return "a transform of torch.func, under which Dynamo cannot trace"
-        return _UNKNOWN if mine else _NOTHING
+        return why_no_graph() or (_UNKNOWN if mine else _NOTHING)
 
     def say_uncaptured(self, method: str) -> None:
         """Log once that a method runs under autocast and not by the plan: a warning where the plan says more."""

@@ -30,9 +30,10 @@ from passes.graph.values import LOW_DTYPES
 from ..capture.backend import require_inner
 from ..capture.graphs import Graphs
 from ..capture.graphs import runner_of as runner_of
+from ..capture.in_place import COPIES_A_MODEL
 from .runner import Runner
 from .settings import Settings
-from .twin import COPIES_A_MODEL, MODEL_OF_COPY
+from .twin import MODEL_OF_COPY
 
 # Base classes of libraries, whose methods configure, save and load; what computes calls the view, as `generate` does.
 _LIBRARIES = (
