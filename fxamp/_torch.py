@@ -12,9 +12,7 @@ import functools
 import importlib
 import inspect
 import itertools
-import logging
 import operator
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -322,6 +320,18 @@ def compiled_call(module: torch.nn.Module) -> Any:
     return module._compiled_call_impl
 
 
+def wrap_compiled_call(module: torch.nn.Module, wrap: Callable[[Any, Callable[..., Any]], Any]) -> None:
+    """Put something around what `torch.compile` runs in the place of a module's call.
+
+    `wrap` makes it of that, and of what runs the module as it is written; `module` is the one that was compiled in
+    place, or what `torch.compile` returned.
+    """
+    original = original_of(module)
+    name = "_compiled_call_impl" if original is None else "forward"
+    plain = module._call_impl if original is None else original.__call__
+    vars(module)[name] = wrap(getattr(module, name), plain)
+
+
 def own_parameters(module: torch.nn.Module) -> dict[str, nn.Parameter | None]:
     """Return the parameters of a module itself by name; the public way to them takes microseconds."""
     return module._parameters
@@ -466,28 +476,31 @@ def source_name(placeholder: Node) -> str:
     return str(name() if callable(name) else name)  # a method in older releases
 
 
-@functools.cache
-def on_recompile_limit(call: Callable[[str], None]) -> None:
-    """Call a function whenever code reaches Dynamo's recompile limit, with the code's name and place.
-
-    Dynamo reports this only in its log, as a warning.
-    """
-
-    def read(record: logging.LogRecord) -> bool:
-        if str(record.msg).startswith("torch._dynamo hit config.") and isinstance(record.args, tuple):
-            match = re.search(r"function: (.*)", record.getMessage())
-            call(match.group(1) if match else "a function")
-        return True
-
-    logging.getLogger("torch._dynamo.convert_frame").addFilter(read)
-
-
 def compile_records() -> list[Any]:
     """Return Dynamo's records of the last frames that it compiled, or failed to, in this process; oldest first.
 
     Each has `compile_id`, `co_name`, `recompile_reason`, `fail_reason` and more. `tlparse` shows them.
     """
     return list(torch._dynamo.utils.get_compilation_metrics())
+
+
+def last_record() -> Any:
+    """Return Dynamo's record of the last frame that it compiled, or failed to; None if there is none."""
+    return next(reversed(compile_records()), None)
+
+
+def at_recompile_limit(since: Any = None) -> list[str]:
+    """Return name and place of the code that has reached Dynamo's recompile limit since a record was the last one."""
+    failed, names = list[Any](), dict[str, str]()
+    for record in compile_records():
+        if record is since:
+            failed.clear()
+        elif "recompile limit" in str(record.fail_reason).partition("\n")[0]:
+            failed.append(record)
+        frame = str(record.compile_id).rpartition("/")[0]  # the record of the failure itself has no name
+        if record.co_name:
+            names[frame] = f"'{record.co_name}' ({record.co_filename}:{record.co_firstlineno})"
+    return list(dict.fromkeys(names.get(str(r.compile_id).rpartition("/")[0], "its code") for r in failed))
 
 
 def communication_hook(replica: DistributedDataParallel) -> str:

@@ -36,14 +36,13 @@ from passes.ops.rules import row_of
 from passes.runtime.casts import CAST, again
 from passes.runtime.regions import recompute
 
-from .._torch import codes_in_trace, inner_backend, is_number_input, on_recompile_limit, trace_artifact
+from .._torch import codes_in_trace, inner_backend, is_number_input, trace_artifact
 from ..observe.watch import Compile
-from . import recompile_limit
 from .call import current
 from .describe import ambient_dtype, describe
 from .device_reads import reads_of_device
 from .graph import Described, Graph, attribute_of, break_of, copied, graphs_in, inputs_of, is_attribute, is_held
-from .graphs import compiled_in_place
+from .in_place import compiled_in_place
 from .inputs import first_device
 from .outputs import note_leaving, own_values
 from .parameters import of_eight_bits, opaque_parameters, refuse_low_parameters
@@ -326,7 +325,6 @@ def rewrite(
         if "val" in node.meta:
             node.meta["example_value"] = node.meta["val"]
     gm.recompile()
-    on_recompile_limit(recompile_limit.notice)
     trace_artifact("fxamp_precision", plan.to_json)
     state = TRAINED if found is None else state_of(found.root, method)
     return Graph(copied(gm), plan, captured, described, known, state, break_of(gm), autocast=under, read=read, own=own)

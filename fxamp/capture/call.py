@@ -68,15 +68,32 @@ class Call:
         self.low = {key: value for key, value in self.low.items() if key[0] != id(weight)}
 
 
-_CALLS = threading.local()
+class _OfThread(threading.local):
+    """The call under way in a thread, and how many graphs have run in it."""
+
+    call: Call | None = None
+    graphs = 0
+
+
+_THREAD = _OfThread()
 
 
 def current() -> Call | None:
     """Return the call under way in this thread, None outside of all calls."""
-    return getattr(_CALLS, "call", None)
+    return _THREAD.call
 
 
 def begin(call: Call | None) -> Call | None:
     """Make this the call under way; return the one before, with which to begin when it ends."""
-    before, _CALLS.call = getattr(_CALLS, "call", None), call
+    before, _THREAD.call = _THREAD.call, call
     return before
+
+
+def count_graph() -> None:
+    """Note that a graph runs in this thread."""
+    _THREAD.graphs += 1
+
+
+def graphs_run() -> int:
+    """Return how many graphs have run in this thread."""
+    return _THREAD.graphs

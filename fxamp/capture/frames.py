@@ -19,6 +19,7 @@ import contextlib
 import functools
 import logging
 import re
+import sysconfig
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from types import CodeType, FunctionType
@@ -34,10 +35,10 @@ from passes.graph.values import no_autocast
 
 from .._torch import (
     OWN_CACHE,
-    compile_records,
     dynamo_errors,
     dynamo_is_disabled,
     dynamo_settings,
+    last_record,
     storage_id,
     unmark_batch,
 )
@@ -45,6 +46,7 @@ from ..errors import in_short
 from ..observe.tensors import held
 from .call import Call, current
 from .graph import break_of
+from .lost_backward import LostDerivativeError
 from .one_step import fakes_of_one_step
 
 CEILING = 256  # graphs of one code, as torch has it for all uses of a code together
@@ -52,6 +54,7 @@ _LIMITS = {
     "recompile_limit": 1 << 30, "accumulated_recompile_limit": 1 << 30, "allow_empty_graphs": True,
 }  # fmt: skip
 _RESUMED = "torch_dynamo_resume_in_"  # begins the name of the code that Dynamo makes of what follows a break
+_PYTHONS, _INSTALLED = (sysconfig.get_path(what) for what in ("stdlib", "purelib"))
 # What Dynamo says of frames that compute nothing: code without tensors, and what Python or Dynamo itself has generated.
 _IDLE = (
     "no tensor-related",
@@ -201,10 +204,15 @@ class Frames:
     def _answer(self, frame: Any, entry: Any, state: Any) -> Any:
         errors, settings = dynamo_errors(), {**_LIMITS, **self._settings()}
         untraceable = errors.InternalTorchDynamoError, errors.TorchRuntimeError, errors.Unsupported, RecursionError
+        failure: Exception
         try:
             return self._traced(frame, entry, state, settings)
         except untraceable as e:
             call, failure = current(), e
+        except errors.BackendCompilerFailed as e:
+            if not isinstance(e.inner_exception, LostDerivativeError):
+                raise
+            return self._answer_to(e.inner_exception, frame.f_code, current())
         if self._dynamic is None and call is not None:
             # It may be traced with the sizes of this call, and not with symbols for them.
             for value in call.marked:
@@ -253,8 +261,13 @@ class Frames:
         self.refused[code] = f"{_place(author)}: {cause}"
 
     def _can_compute(self, code: CodeType, reason: str | None, frame: Any) -> bool:
-        """Say whether a frame that is left to Python may compute something: of torch's own code a layer's forward."""
+        """Say whether a frame that is left to Python may compute something.
+
+        Of torch's own code a layer's forward may, and nothing of Python's library.
+        """
         convert: Any = torch._dynamo.convert_frame
+        if code.co_filename.startswith(_PYTHONS) and not code.co_filename.startswith(_INSTALLED):
+            return False
         if torch._dynamo.trace_rules.check(code):
             return code in self._forwards
         if reason is None:  # torch 2.11 gives none
@@ -314,7 +327,7 @@ def _left_to_python(*, with_all_inside: bool = False, always: bool = False) -> A
 
 def _record(code: CodeType, what: str) -> str:
     """Return what Dynamo's record of the last compilation says, "" if it is of other code."""
-    last: Any = next(reversed(compile_records()), None)
+    last = last_record()
     if last is None or (last.co_name, last.co_firstlineno) != (code.co_name, code.co_firstlineno):
         return ""
     return str(getattr(last, what, None) or "").strip()

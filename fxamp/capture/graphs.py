@@ -12,19 +12,16 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from passes._torch import FakeTensor
 from passes.contract.costs import CostModel
 from passes.contract.errors import CaptureError
 from passes.contract.plan import CERTIFICATE, Decision, Plan, sums
 from passes.contract.policy import Policy
 from passes.contract.reasons import Code
 
-from .._torch import compiled_call, original_of
+from .._torch import at_recompile_limit, compiled_call, original_of
 from .graph import Graph, moved_to
 from .inputs import device_of, resolve
 from .parameters import is_only_read
-from .recompile_limit import anywhere, reached
-from .scope import Scope
 from .state import State
 
 logger = logging.getLogger(__name__)
@@ -148,15 +145,7 @@ class Graphs(list[Graph]):
             logger.log(level, "fxamp: %s", text)
 
 
-_COMPILED: Any = WeakIdKeyDictionary()  # by module compiled in place, else by a parameter that is read
-
-
-def compiled_in_place(inputs: Sequence[Any], scope: Scope | None) -> Graphs:
-    """Return the store for a graph: of the compiled module, else, where a function was compiled, of a parameter."""
-    parameters = (v for v in inputs if isinstance(v, nn.Parameter) and not isinstance(v, FakeTensor))
-    key = scope.root if scope is not None else next(parameters, None)
-    graphs: Graphs = Graphs() if key is None else _COMPILED.setdefault(key, Graphs())
-    return graphs
+COMPILED: Any = WeakIdKeyDictionary()  # the stores, by module compiled in place, else by a parameter that is read
 
 
 def runner_of(module: object) -> Any:
@@ -170,11 +159,11 @@ def graphs_of(module: nn.Module) -> list[Graph]:
     Raises:
         CaptureError: nothing was captured.
     """
-    found: Graphs | None = _COMPILED.get(_root(module))
+    found: Graphs | None = COMPILED.get(_root(module))
     if not found:
         inside = {id(p) for p in module.parameters()}
         found = Graphs()
-        for each in _COMPILED.values():
+        for each in COMPILED.values():
             found += (graph for graph in each if not inside.isdisjoint(graph.paths))
     if not found:
         raise CaptureError(_nothing(module))
@@ -191,7 +180,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def _nothing(module: nn.Module) -> str:
-    name, found = type(_root(module)).__name__, anywhere()
+    name, found = type(_root(module)).__name__, at_recompile_limit()
     if compiled_call(module) is not None and type(module).__module__.startswith("torch.nn"):
         return (
             f"nothing was captured yet. If it has been called, this torch's .compile() on a class of torch.nn itself, "
@@ -212,7 +201,8 @@ def plan_of(module: nn.Module) -> Plan:
     found = graphs_of(module)
     paths = {id(p): name.removeprefix("_orig_mod.") for name, p in module.named_parameters()}
     plan = together([(_prefix(graph.paths, paths), graph.plan) for graph in found])
-    return replace(plan, notes=(*plan.notes, *coverage(module, found), *reached(_root(module))))
+    store = COMPILED.get(_root(module), found)
+    return replace(plan, notes=(*plan.notes, *coverage(module, found), *getattr(store, "notes", ())))
 
 
 def together(parts: Sequence[tuple[str, Plan]]) -> Plan:

@@ -32,9 +32,10 @@ from passes.runtime.regions import under_autocast
 
 from .._torch import kept_by_compiled, pop_mode, push_mode, storage_id
 from ..observe.watch import Compile, observed, watching
-from .call import Call, current
+from .call import Call, count_graph, current
 from .graph import Graph
-from .graphs import Graphs, compiled_in_place
+from .graphs import Graphs
+from .in_place import compiled_in_place
 from .parameters import low_parameters, refuse_low_parameters
 from .scope import is_gathered, is_training, scope
 
@@ -115,6 +116,7 @@ class GraphCall:
             refuse_low_parameters(named, is_training(), is_gathered)
         if self._parts:
             args = tuple(a.to(self._parts.get(i, a.dtype)) if i in self._parts else a for i, a in enumerate(args))
+        count_graph()
         call = current()
         if call is None:
             return self._ran(args)

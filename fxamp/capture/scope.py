@@ -32,6 +32,7 @@ class Scope:
         names: paths of parameters, buffers and tensors in plain attributes, by identity.
         inside: the modules around the code being captured: path and type, from the root to the innermost.
         given: the leaves of the inputs of the compiled module.
+        called: what was called: the root, or what torch.compile has wrapped it in; None of a view.
     """
 
     root: nn.Module
@@ -39,6 +40,7 @@ class Scope:
     names: dict[int, str]
     inside: tuple[tuple[str, type], ...]
     given: tuple[Any, ...] = ()
+    called: nn.Module | None = None
 
     def stack(self, node: Node) -> dict[str, tuple[str, Any]]:
         """Return the modules that a node was made in, in the form of `nn_module_stack`."""
@@ -52,7 +54,7 @@ class Scope:
 
 def scope() -> Scope | None:
     """Return the scope of the graph being captured; None if something other than a module was compiled."""
-    running, given = _running()
+    running, given, called = _running()
     if not running:
         return None
     root, innermost = running[-1], running[0]
@@ -62,12 +64,12 @@ def scope() -> Scope | None:
     inside = tuple((path, type(root.get_submodule(path))) for path in paths)
     held = (*plain(root).items(), *root.named_parameters(), *root.named_buffers())
     names = {id(t): path for path, t in held}
-    return Scope(root, modules, names, inside, given)
+    return Scope(root, modules, names, inside, given, called)
 
 
 def is_training() -> bool:
     """Say whether the compiled module that is being called is in train mode; True if something else was compiled."""
-    running, _ = _running()
+    running, *_ = _running()
     return running[-1].training if running else True
 
 
@@ -98,8 +100,8 @@ def gathers(module: object) -> bool:
     return is_sharded(module) or any("fsdp" in str(getattr(hook, "__module__", "")) for hook in hooks)
 
 
-def _running() -> tuple[list[nn.Module], tuple[Any, ...]]:
-    """Return the modules being called, innermost first, up to the compiled one, and the inputs of that one.
+def _running() -> tuple[list[nn.Module], tuple[Any, ...], nn.Module | None]:
+    """Return the modules being called, innermost first, up to the compiled one, the inputs of that one, and its call's.
 
     There are none if no compiled module is being called.
     """
@@ -108,7 +110,7 @@ def _running() -> tuple[list[nn.Module], tuple[Any, ...]]:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if (call := current()) is not None and frame.f_code is call.code:
-            return [*found, call.model], tuple(pytree.tree_leaves((call.args, call.kwargs)))
+            return [*found, call.model], tuple(pytree.tree_leaves((call.args, call.kwargs))), None
         module = frame.f_locals["self"] if frame.f_code in MODULE_CALLS else None
         compiled = original_of(module)
         if module is not None and compiled is None and not isinstance(module, GraphModule):
@@ -117,6 +119,7 @@ def _running() -> tuple[list[nn.Module], tuple[Any, ...]]:
         if isinstance(compiled, GraphModule):
             parts.append(compiled)
         elif compiled is not None:
-            return [*found, compiled], tuple(pytree.tree_leaves((frame.f_locals["args"], frame.f_locals["kwargs"])))
+            given = pytree.tree_leaves((frame.f_locals["args"], frame.f_locals["kwargs"]))
+            return [*found, compiled], tuple(given), module
         frame = frame.f_back
-    return parts[:1], ()
+    return parts[:1], (), None

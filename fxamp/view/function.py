@@ -44,6 +44,7 @@ from ..capture.call import current
 from ..capture.frames import Frames, forward_of
 from ..capture.graph import Graph, break_of
 from ..capture.graphs import Graphs
+from ..capture.lost_backward import refuse_lost_derivatives
 from ..capture.outputs import holds_low, is_whole, leaving, meets_low
 from ..capture.parameters import low_parameters, lowered_by_forward
 from ..capture.run import GraphCall, Kept
@@ -135,6 +136,7 @@ class Function:
         broke = break_of(gm)
         if not any(n.op.startswith("call") and n.target not in _SWITCHES for n in gm.graph.nodes):
             return _idle(gm.forward, broke)
+        refuse_lost_derivatives(gm)
         graphs, call = self.graphs, current()
         self.codes.add(code := code_being_captured())
         whole = code is self._code and not broke

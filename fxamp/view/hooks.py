@@ -42,6 +42,11 @@ class HookWatch:
             self.look()
         return moved
 
+    def around_model(self) -> bool:
+        """Say whether a call of the model is more than its `forward`: hooks are around that, or code of its class."""
+        hooks = any(vars(self._model).get(name) for name in _TABLES) or bool(_everywhere())
+        return hooks or type(self._model).__call__ is not nn.Module.__call__
+
     def look(self) -> None:
         """Note the hooks of the model, and its modules, as they are now."""
         self._number, self._everywhere = number_of_hooks(), _everywhere()

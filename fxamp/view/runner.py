@@ -22,7 +22,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import is_dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -37,8 +37,6 @@ from passes.contract.reasons import Code
 from .._torch import (
     dispatch_modes,
     dynamo_errors,
-    dynamo_is_disabled,
-    dynamo_stance,
     ignores_compilers,
     is_spread,
     is_traced_by_fx,
@@ -51,6 +49,7 @@ from .._torch import (
 )
 from ..capture.call import Call, begin, current
 from ..capture.graphs import Graphs, runner_of
+from ..capture.in_place import why_no_graph
 from ..capture.modes import Modes
 from ..capture.outputs import is_whole, own_values, restored
 from ..capture.state import state_of
@@ -62,6 +61,18 @@ from .settings import Settings
 from .twin import MODEL_OF_COPY
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Written:
+    """What somebody has written to `forward` of a view, and the call of a module, which runs it between the hooks."""
+
+    forward: Callable[..., Any]
+    call: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it, and the hooks."""
+        return self.call(*args, **kwargs)
 
 
 class Runner:
@@ -179,6 +190,11 @@ class Runner:
             self.model.__class__, self._kinds = author, (view, author, 0)
         elif kind.__bases__ == (view,) and len(own) != members:  # FSDP2 adds a base
             self.model.__class__, self._kinds = type(kind.__name__, (author,), own), (view, author, len(own))
+
+    def forward(self, args: Any, kwargs: Any, view: Any) -> Any:
+        """Run a call of the view's `forward`: where another has been written, hooks of the model run around that."""
+        bare = isinstance(self.override, Written) and self._hooks.around_model()
+        return self(args, kwargs, "forward" if bare else "", view)
 
     def call_override(self, override: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call what was written to the view's `forward`, and say so where that does not call the plan."""
@@ -413,14 +429,7 @@ class Runner:
         return not others and next(self.model.parameters(), None) is not None
 
     def _cause(self, mine: bool) -> str:
-        stance = dynamo_stance()
-        if stance != "default":
-            return f"torch.compiler.set_stance({stance!r})"
-        if dynamo_is_disabled():
-            return "torch._dynamo.config.disable"
-        if in_transform():
-            return "a transform of torch.func, under which Dynamo cannot trace"
-        return _UNKNOWN if mine else _NOTHING
+        return why_no_graph() or (_UNKNOWN if mine else _NOTHING)
 
     def say_uncaptured(self, method: str) -> None:
         """Log once that a method runs under autocast and not by the plan: a warning where the plan says more."""

@@ -16,12 +16,12 @@ from torch.fx import GraphModule
 from passes._torch import pytree
 
 from .._torch import copied_on_write, is_spread, storage_id
+from ..capture.in_place import COPIES_A_MODEL
 from ..capture.inputs import Inputs
 from ..errors import in_short
 from ..observe.snapshot import fresh
 from ..observe.tensors import held
 
-COPIES_A_MODEL = "fxamp"  # marks the table of a deepcopy: a view in the model is copied as one of the same plan
 MODEL_OF_COPY = "_fxamp_model"  # the attribute in which such a copy has its model
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from passes._torch import pytree
+from passes.contract.errors import CaptureError
 from passes.contract.plan import Plan
 from passes.contract.policy import SHORT, Policy
 from passes.graph.values import LOW_DTYPES
@@ -30,9 +31,10 @@ from passes.graph.values import LOW_DTYPES
 from ..capture.backend import require_inner
 from ..capture.graphs import Graphs
 from ..capture.graphs import runner_of as runner_of
-from .runner import Runner
+from ..capture.in_place import COPIES_A_MODEL
+from .runner import Runner, Written
 from .settings import Settings
-from .twin import COPIES_A_MODEL, MODEL_OF_COPY
+from .twin import MODEL_OF_COPY
 
 # Base classes of libraries, whose methods configure, save and load; what computes calls the view, as `generate` does.
 _LIBRARIES = (
@@ -45,7 +47,8 @@ class _Forward:
     """`view.forward`: a call of the view, with the author's signature.
 
     It has no `__wrapped__`: who unwraps, as Accelerate does, must not get past the view. What is written there wraps
-    the call from outside; it never enters a graph, where its autocast would pin every op, and never reaches the model.
+    the call from outside, between the model's hooks, as on any module; it never enters a graph, where its autocast
+    would pin every op, and never reaches the model.
     """
 
     def __init__(self, call: Callable[..., Any]) -> None:
@@ -54,14 +57,21 @@ class _Forward:
     def __get__(self, view: Any, cls: type | None = None) -> Any:
         if view is None:
             return self._call
-        written = runner_of(view).override
+        written = written_to(view)
         return types.MethodType(self._call, view) if written is None else written
 
     def __set__(self, view: Any, value: Any) -> None:
-        runner_of(view).override = None if getattr(value, "__func__", None) is self._call else value
+        ours = getattr(value, "__func__", None) is self._call
+        runner_of(view).override = None if ours else Written(value, super(View, view).__call__)  # type: ignore[misc]
 
     def __delete__(self, view: Any) -> None:
         runner_of(view).override = None
+
+
+def written_to(view: Any) -> Any:
+    """Return what somebody has written to `forward` of a view; None where nobody has."""
+    override = runner_of(view).override
+    return override.forward if isinstance(override, Written) else override
 
 
 class View:
@@ -105,11 +115,23 @@ class View:
         else:
             made = make_view(model, runner.graphs.asked, **_arguments(runner))
         memo[id(self)] = made
+        if (written := written_to(self)) is not None and runner_of(made) is not runner:
+            made.forward = copy.deepcopy(written, memo)
         return made
 
     def __copy__(self) -> Any:
         runner = runner_of(self)
-        return make_view(copy.copy(runner.model), runner.graphs.asked, **_arguments(runner))
+        made = make_view(copy.copy(runner.model), runner.graphs.asked, **_arguments(runner))
+        if (written := written_to(self)) is not None:
+            made.forward = written
+        return made
+
+    def __prepare_scriptable__(self) -> Any:
+        """Refuse `torch.jit.script`, which asks a module for what it is to script."""
+        raise CaptureError(
+            "torch.jit.script of a view would lose its plan: export the model itself, then pass the result to "
+            "fxamp.convert."
+        )
 
     def __repr__(self) -> str:
         runner = runner_of(self)
@@ -158,7 +180,7 @@ def make_view(model: nn.Module, policy: Policy, *, replayed: Plan | None = None,
     """
     cls = type(model)
     runner = Runner(model, Settings(**settings), Graphs(policy, replayed))
-    call = _named_as(cls.forward, lambda self, *args, **kwargs: type(self)._fxamp_runner(args, kwargs, model=self))
+    call = _named_as(cls.forward, lambda self, *args, **kwargs: type(self)._fxamp_runner.forward(args, kwargs, self))
     members = {
         **_methods_of(cls, runner.settings.methods), **_slots_of(cls), "forward": _Forward(call),
         "__doc__": cls.__doc__, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "_fxamp_runner": runner,

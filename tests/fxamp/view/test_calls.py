@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -458,6 +459,86 @@ def test_another_forward_that_does_not_call_the_plan_is_named(caplog: pytest.Log
     view.forward = lambda x: before(x) * 2
     view(x)
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("where", ["the model", "every module"])
+def test_hooks_run_once_around_another_forward(where: str) -> None:
+    def run(model: nn.Module, called: Any) -> tuple[list[Any], Any]:
+        seen: list[Any] = []
+
+        def before(module: nn.Module, args: Any) -> Any:
+            seen.append(args[0])
+            return args[0] + 1
+
+        def behind(module: nn.Module, args: Any, output: Any) -> Any:
+            seen.append(output)
+            return output * 3
+
+        if where == "the model":
+            handles = [model.register_forward_pre_hook(before), model.register_forward_hook(behind)]
+        else:
+            handles = [torch.nn.modules.module.register_module_forward_hook(behind)]
+        results = []
+        for calls_plan in (False, True):
+            plan = called.forward
+            called.forward = (lambda x: plan(x) * 2) if calls_plan else (lambda x: x * 2)  # noqa: B023
+            for _ in range(2):
+                results.append(called(x).float())
+            del called.forward
+        results.append(called(x).float())
+        for handle in handles:
+            handle.remove()
+        return [t.float() for t in seen], results
+
+    torch.manual_seed(0)
+    x = torch.randn(2, 4)
+    model, other = Plain(), Plain()
+    other.load_state_dict(model.state_dict())
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = run(other, other)
+    view = fxamp.convert(model, (x,), policy="O1,dtype=bf16")
+    got = run(model, view)
+    assert [len(each) for each in got] == [len(each) for each in expected]
+    for a, b in zip((*got[0], *got[1]), (*expected[0], *expected[1]), strict=True):
+        assert torch.allclose(a, b, rtol=1e-2)
+    assert torch.equal(got[1][-1], expected[1][-1])
+
+
+def test_a_copy_of_a_view_has_what_was_written_to_its_forward() -> None:
+    model, x = Plain(), torch.randn(2, 4)
+    view = fxamp.convert(model, (x,), policy="O1,dtype=bf16")
+    expected = view(x) * 2
+    view.forward = functools.partial(_doubled, view.forward)
+    for copied in (copy.deepcopy(view), copy.copy(view)):
+        assert torch.equal(copied(x), expected)
+    copied = copy.deepcopy(view)
+    with torch.no_grad():
+        model.l.weight.zero_()
+    assert torch.equal(copied(x), expected)
+    del copied.forward
+    assert torch.equal(copied(x) * 2, expected)
+
+
+def _doubled(forward: Any, x: Tensor) -> Any:
+    return forward(x) * 2
+
+
+def test_a_view_is_not_scripted() -> None:
+    view = fxamp.convert(Plain(), policy="O1,dtype=bf16")
+    for module in (view, nn.Sequential(view)):
+        with pytest.raises(fxamp.CaptureError, match=r"torch.jit.script of a view would lose its plan: export"):
+            torch.jit.script(module)
+
+
+class Plain(nn.Module):
+    """A linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.l(x)
 
 
 def test_another_forward_of_the_models_class_is_followed() -> None:

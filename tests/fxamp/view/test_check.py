@@ -181,8 +181,64 @@ def own_gradient(self: Any, x: Tensor) -> Any:
     return h + torch.func.grad(lambda t: (Rounding.apply(t) * t).sum())(h)  # type: ignore[no-untyped-call]
 
 
+class Clamping(torch.autograd.Function):
+    """Has a forward-mode derivative of its own, which torch.compile loses too."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clamp(-1, 1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Keep nothing."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        return tangent * 1.0
+
+
+def own_jvp(self: Any, x: Tensor) -> Any:
+    apply: Any = Clamping.apply
+    made: Any = torch.func.jvp(lambda t: apply(self.l(t) * 2), (x,), (torch.ones_like(x),))
+    return self.m(made[0] + made[1])
+
+
+def own_in_vmap(self: Any, x: Tensor) -> Any:
+    """A Function beside a vmap, neither of which is in a derivative: one graph, with the gradient that it has."""
+    h = Rounding.apply(self.l(x))  # type: ignore[no-untyped-call]
+    return self.m(torch.vmap(lambda row: row * 2)(h))
+
+
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("forward", [own_gradient, own_jvp, own_in_vmap], ids=lambda f: f.__name__)
+def test_the_derivative_of_a_function_is_not_lost(
+    forward: Any, checked: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, x = Two(forward), example()
+    view = fxamp.convert(model, (x,) if checked else None, policy="O1,dtype=bf16")
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(x).float()
+    got = view(x)
+    assert torch.equal(got, expected)
+    gradients = [torch.autograd.grad(y.sum(), model.l.weight)[0] for y in (got, expected)]
+    assert torch.equal(*gradients)
+    lost = forward is not own_in_vmap
+    said = [r.getMessage() for r in caplog.records if "it loses that of" in r.getMessage()]
+    assert len(said) == lost
+    plan = fxamp.plan_of(view)
+    assert plan.complete is not lost
+    assert not any("inspect.py" in note for note in plan.notes)
+
+
 @pytest.mark.parametrize("policy", ["O0", "O1,dtype=bf16"])
-def test_a_capture_that_computes_something_else_is_not_used(policy: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_capture_that_computes_something_else_is_not_used(
+    policy: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fxamp.view.function.refuse_lost_derivatives", lambda gm: None)
     model, x = Two(own_gradient), example()
     view = fxamp.convert(model, (x,), policy=policy)
     with torch.autocast("cpu", torch.bfloat16, enabled=policy != "O0"):

@@ -8,7 +8,6 @@ import dataclasses
 import inspect
 import pickle
 import types
-import warnings
 from typing import Any
 
 import pytest
@@ -113,24 +112,6 @@ def test_calls_beyond_the_recompile_limit_are_autocasts(caplog: pytest.LogCaptur
     vars(other)["steps"] = 7
     assert torch.equal(other(x), autocast(other, x).float())
     assert len(fxamp.graphs(other)) == 1
-
-
-def test_calls_beyond_the_recompile_limit_without_autocast_warn_once_by_name() -> None:
-    model, x = Deep(), example()
-    module: Any = torch.compile(model, backend=fxamp.backend("O1", "eager"), dynamic=False)
-    with torch._dynamo.config.patch(recompile_limit=2):
-        for model.steps in (1, 2):
-            module(x)
-        model.steps = 3
-        with pytest.warns(
-            UserWarning, match=r"'forward' \(.*test_outputs_and_methods.py:\d+\) of Deep has reached .* in FP32"
-        ):
-            module(x)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            for model.steps in (4, 5):
-                module(x)
-    assert any("recompile limit" in n and "in FP32" in n for n in fxamp.plan_of(module).notes)
 
 
 def test_o0_is_captured_without_autocast_and_changes_nothing_under_it() -> None:
