@@ -24,7 +24,7 @@ from passes.graph.values import LOW_DTYPES
 from .._torch import compiled_call, original_of
 from ..capture.graphs import runner_of
 from ..convert import converted_in
-from ..diagnose.step import converted_by, given_step, watched_graphs
+from ..diagnose.step import step_of, watched_graphs
 from ..observe.watch import Watch
 from ..observe.workload import Loss
 from ..results import Result
@@ -38,7 +38,7 @@ from .differences import (
     of_products,
 )
 from .rows import Row, ledgers_of, planned_rows, rows_of, where_of
-from .step import Scaling, Step, run, scaling_differences, scaling_of
+from .step import Observation, Scaling, observe, scaling_differences, scaling_of
 
 _SHOWN = 20  # differences in the text
 _LOW = tuple(map(dtype_name, LOW_DTYPES))
@@ -200,28 +200,28 @@ def census(
         >>> {row.dtype for row in found.ran if row.product}
         {'bfloat16'}
     """
-    given = converted_by(given_step(model_or_step, inputs, target, kwargs=kwargs, loss=loss, batches=batches), policies)
-    parts = converted_in(given.model)
+    step = step_of(model_or_step, inputs, target, kwargs=kwargs, loss=loss, batches=batches).converted_by(policies)
+    parts = converted_in(step.model)
     with watched_graphs([part for _, part in parts]):
-        step = run(given)
-    return census_of(given.model, dict(parts), step)
+        observation = observe(step)
+    return census_of(step.model, dict(parts), observation)
 
 
-def census_of(model: nn.Module, parts: Mapping[str, nn.Module], step: Step) -> Census:
+def census_of(model: nn.Module, parts: Mapping[str, nn.Module], observation: Observation) -> Census:
     """Return what was seen in a step of a model, compared with the plans of its parts: views and graphs, by path."""
-    watch = step.watch
+    watch = observation.watch
     ledgers = ledgers_of(watch)
     rows = rows_of(watch, ledgers)
     views = {path: runner for path, part in parts.items() if (runner := runner_of(part)) is not None}
     whole = not parts and bool(ledgers)
-    scaling = scaling_of(step, rows)
+    scaling = scaling_of(observation, rows)
     has_plan = bool(parts) or whole or any("fxamp" in str(compiled_call(m)) for m in model.modules())
     if has_plan:
         found = differences_of(watch, ledgers, views, whole)
         found += [d for ledger in ledgers for d in compiled_otherwise(ledger)]
     else:
         found = odd_products(watch, {seen: where_of(seen.place, ledgers) for seen in watch.sums})
-    found += scaling_differences(scaling, step)
+    found += scaling_differences(scaling, observation)
     unseen = [
         f"graph {ledger.number} ran as compiled by {ledger.ran.by}: inside its kernels the dtypes of "
         f"{len(ledger.decisions)} nodes cannot be seen; the products that it called are compared"
@@ -238,7 +238,7 @@ def census_of(model: nn.Module, parts: Mapping[str, nn.Module], step: Step) -> C
     return Census(
         name=type(original_of(model) or model).__name__, policy=next(iter(policies), ""),
         planned=planned_rows(ledgers) if has_plan else None, ran=rows, differences=tuple(found), scaling=scaling,
-        notes=(*step.notes, *unseen), compiled=tuple(c for c in map(compiled_of, ledgers) if c is not None),
+        notes=(*observation.notes, *unseen), compiled=tuple(c for c in map(compiled_of, ledgers) if c is not None),
     )  # fmt: skip
 
 
@@ -292,7 +292,7 @@ class CallCensus:
         with watched_graphs([part for _, part in parts]), watch:
             yield
         self._graphs = self._captured()
-        self.last = found = census_of(step.model, dict(parts), Step(watch, (), step.scaler, ended=False))
+        self.last = found = census_of(step.model, dict(parts), Observation(watch, (), step.scaler, ended=False))
         if found.differences:
             listed = "".join(f"\n  {d}" for d in found.differences[:5])
             text = f"{found.name}: {len(found.differences)} differences between what ran and the plan:{listed}"

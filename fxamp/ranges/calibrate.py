@@ -21,9 +21,8 @@ from passes.ops import ops
 from passes.ops.rules import row_of
 
 from ..calibration import Calibration, Range, checksums
-from ..diagnose.step import given_step, one_policy
-from ..diagnose.subject import Subject
-from ..observe.emulation import Site
+from ..diagnose.step import one_policy, step_of
+from ..observe.emulation import Observer, Site
 from ..observe.places import wiring
 from ..observe.workload import Loss
 
@@ -67,23 +66,22 @@ def calibrate(
         >>> found.values["1/relu#0"].fits, found.gradients["1/relu#0"].not_finite
         (True, 0)
     """
-    given = given_step(model_or_step, inputs, target, kwargs=kwargs, loss=loss, batches=batches)
-    scale, subject = given.scale(scale), Subject(given)
-    ranges = _Ranges(scale, dict(subject.model.named_parameters()))
-    asked = str(one_policy(policies if policies is not None else policy) or subject.name or "O1")
-    for batch in given.batches:
-        subject.emulated(asked, batch, ranges)
+    step = step_of(model_or_step, inputs, target, kwargs=kwargs, loss=loss, batches=batches)
+    ranges = _Ranges(step.loss_scale(scale), dict(step.author.named_parameters()))
+    asked = str(one_policy(policies if policies is not None else policy) or step.name or "O1")
+    for batch in step.batches:
+        step.run(batch, asked, Observer(ranges))
         ranges.end_batch()
     values, gradients = ranges.read()
     readers, numbers = ranges.wiring()
     return Calibration(
-        values, gradients, readers, len(given.batches), ranges.scale, checksums(subject.model), numbers,
-        subject.model.training,
+        values, gradients, readers, len(step.batches), ranges.scale, checksums(step.author), numbers,
+        step.author.training,
     )  # fmt: skip
 
 
 class _Ranges:
-    """Adds up what is seen of each value, and of its gradient with a loss scale: an `at` of `Subject.emulated`."""
+    """Adds up what is seen of each value, and of its gradient with a loss scale: the `value` of an observer."""
 
     def __init__(self, scale: float, parameters: Mapping[str, Tensor]) -> None:
         self.scale, self._parameters = scale, parameters

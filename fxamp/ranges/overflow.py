@@ -39,7 +39,8 @@ from .._torch import current_autograd_node, storage_id
 from ..capture.graphs import runner_of
 from ..census.rows import Ledger, ledgers_of, where_of
 from ..convert import converted_in
-from ..diagnose.step import Batch, GivenStep, converted_by, given_step, watched_graphs
+from ..diagnose.batches import Batch
+from ..diagnose.step import Step, step_of, watched_graphs
 from ..observe.emulation import is_fp32, raised
 from ..observe.interpret import Run
 from ..observe.snapshot import outside_of_regions
@@ -176,16 +177,16 @@ def find_overflow(
         >>> fxamp.find_overflow(view, torch.full((4, 8), 100.0), loss=torch.mean) is None
         True
     """
-    given = converted_by(given_step(model_or_step, inputs, target, kwargs=kwargs, loss=loss, batches=batches), policies)
-    if given.step is not None and given.step.position:
+    step = step_of(model_or_step, inputs, target, kwargs=kwargs, loss=loss, batches=batches).converted_by(policies)
+    if step.train_step is not None and step.train_step.position:
         raise PolicyError("a window of this TrainStep is open: call flush() first.")
-    scale = given.scale(scale)
-    return next((found for batch in given.batches if (found := overflow_of(given, batch, scale)) is not None), None)
+    scale = step.loss_scale(scale)
+    return next((found for batch in step.batches if (found := overflow_of(step, batch, scale)) is not None), None)
 
 
-def overflow_of(given: GivenStep, batch: Batch, scale: float, *, cured: bool = True) -> Overflow | None:
+def overflow_of(step: Step, batch: Batch, scale: float, *, cured: bool = True) -> Overflow | None:
     """Run one batch with a loss scale; return the overflow, None if there is none. Its cure takes more runs."""
-    watch = _run(given, batch, scale)
+    watch = _run(step, batch, scale)
     first = watch.culprit()
     if first is None:
         return None
@@ -197,7 +198,7 @@ def overflow_of(given: GivenStep, batch: Batch, scale: float, *, cured: bool = T
         where, first.kind, place.backward, first.op, first.dtype, line if decision is None else decision.source,
         first.operands, scale, what=watch.what(place),
     )  # fmt: skip
-    return _cured(found, given, batch, watch) if cured and not first.name and watch.graphs else found
+    return _cured(found, step, batch, watch) if cured and not first.name and watch.graphs else found
 
 
 @dataclass(frozen=True)
@@ -492,21 +493,21 @@ def _all_graphs(graph: GraphModule) -> list[GraphModule]:
     return found
 
 
-def _run(given: GivenStep, batch: Batch, scale: float, forced: Iterable[_At] = (), *, heals: bool = False) -> _Finite:
+def _run(step: Step, batch: Batch, scale: float, forced: Iterable[_At] = (), *, heals: bool = False) -> _Finite:
     """Run forward and backward of one batch under a watch."""
-    model = given.model
+    model = step.model
     watch = _Finite(model, forced, heals=heals)
     inputs = [("(inputs)", t) for t in pytree.tree_leaves(batch) if isinstance(t, Tensor)]
     watch.given((*model.named_parameters(), *model.named_buffers(), *inputs))
-    scale /= 1 if given.step is None else given.step.accumulate_steps
+    scale /= 1 if step.train_step is None else step.train_step.accumulate_steps
     parts = [part for _, part in converted_in(model)]
     with (
-        torch.inference_mode(False), given.as_before(model), watched_graphs(parts), torch.enable_grad(),
+        torch.inference_mode(False), step.as_before(model), watched_graphs(parts), torch.enable_grad(),
         warnings.catch_warnings(),
     ):  # fmt: skip
         warnings.filterwarnings("ignore", "FP16 gradients without a loss scale")  # the scale is known here
         with watch:
-            _, loss = given.run(model, batch)
+            _, loss = step.call(model, batch)
             if loss.requires_grad:
                 with outside_of_regions():
                     (loss * scale).backward()
@@ -515,9 +516,9 @@ def _run(given: GivenStep, batch: Batch, scale: float, forced: Iterable[_At] = (
     return watch
 
 
-def _cured(found: Overflow, given: GivenStep, batch: Batch, seen: _Finite) -> Overflow:
+def _cured(found: Overflow, step: Step, batch: Batch, seen: _Finite) -> Overflow:
     """Return an overflow with the nodes that have to run in FP32, and with the loss scale that fits."""
-    run = functools.partial(_run, given, batch, heals=True)
+    run = functools.partial(_run, step, batch, heals=True)
     watch = seen if found.backward else run(found.scale)
     if watch.culprit() is None:
         return _with_policy(found, watch)
@@ -528,9 +529,9 @@ def _cured(found: Overflow, given: GivenStep, batch: Batch, seen: _Finite) -> Ov
     peak = max((*large.values(), *cast), default=0.0)
     if found.backward and most < peak < math.inf:
         fits = 2.0 ** math.floor(math.log2(most * found.scale / peak))
-        found = replace(found, largest_scale=fits if _run(given, batch, fits).culprit() is None else 0.0)
+        found = replace(found, largest_scale=fits if _run(step, batch, fits).culprit() is None else 0.0)
     if whole.culprit() is not None:
-        return replace(found, why=_why_not(found, given, batch, whole))
+        return replace(found, why=_why_not(found, step, batch, whole))
     for _ in range(_RUNS):
         origin = watch.culprit()
         if origin is None:
@@ -544,10 +545,10 @@ def _cured(found: Overflow, given: GivenStep, batch: Batch, seen: _Finite) -> Ov
     return replace(found, why="with all nodes in FP32 it is finite, and no fewer were found that are enough")
 
 
-def _why_not(found: Overflow, given: GivenStep, batch: Batch, whole: _Finite) -> str:
+def _why_not(found: Overflow, step: Step, batch: Batch, whole: _Finite) -> str:
     """Return why a run with all nodes in FP32 is not finite either."""
-    runner = runner_of(given.model)
-    plain = None if runner is None else _run(replace(given, model=runner.model), batch, found.scale).culprit()
+    runner = runner_of(step.model)
+    plain = None if runner is None else _run(step.of(runner.model), batch, found.scale).culprit()
     if plain is not None:
         return f"the model itself is not finite in FP32, first at {plain.name or plain.place.where or plain.op}"
     last = whole.culprit()
