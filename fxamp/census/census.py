@@ -24,7 +24,7 @@ from passes.graph.values import LOW_DTYPES
 from .._torch import compiled_call, original_of
 from ..capture.graphs import runner_of
 from ..convert import converted_in
-from ..diagnose.step import step_of, watched_graphs
+from ..diagnose.step import diagnostic, step_of, watched_graphs
 from ..observe.watch import Watch
 from ..observe.workload import Loss
 from ..results import Result
@@ -164,6 +164,7 @@ class Census(Result):
         return f"<fxamp census of {self.name}: {planned}, {sum(r.count for r in self.ran)} ops ran, {found}>"
 
 
+@diagnostic
 def census(
     model_or_step: Any, inputs: Any = None, target: Any = None, *, kwargs: Mapping[str, Any] | None = None,
     loss: Loss = None, batches: Iterable[Any] | None = None, policies: Policy | str | None = None,
@@ -176,17 +177,11 @@ def census(
     what is stored, loaded and multiplied in which dtype. What other compilers' kernels do inside cannot be seen; the
     products that they call are.
 
+    Of a TrainStep one window is run, with its optimizer; of several batches, a step of each. Without a loss it is the
+    mean of the float outputs. For a module that nobody converted, what ran is listed: call it under `torch.autocast` as
+    you train.
+
     Args:
-        model_or_step: A view, a converted graph, a compiled or any other module, or a TrainStep, of which one window is
-            run, with its optimizer. For a module nobody converted, what ran is listed: call it under
-            `torch.autocast` as you train.
-        inputs: A tensor or a tuple for `model(*inputs)`, or a mapping for `model(**inputs)`, with the shapes that the
-            model takes.
-        target: The second argument of the loss.
-        kwargs: Keyword inputs beside positional ones.
-        loss: A function of the output, or, with a target, of output and target. None takes the output's loss, or the
-            mean of its float outputs. A TrainStep brings its own.
-        batches: Inputs, or pairs (inputs, target), in the place of `inputs`: a step of each.
         policies: Convert the model by this policy first; of a module that nobody converted.
 
     Raises:

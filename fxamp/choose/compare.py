@@ -29,7 +29,7 @@ from passes.graph.values import no_autocast
 
 from ..convert import convert, plan_of
 from ..diagnose.batches import Batch
-from ..diagnose.step import AUTOCAST, FP32, POLICIES, Step, names_of, step_of
+from ..diagnose.step import AUTOCAST, FP32, POLICIES, Step, diagnostic, names_of, step_of
 from ..error.estimate import estimated
 from ..error.measure import measured
 from ..error.report import Errors
@@ -135,6 +135,7 @@ class Comparison(Result):
         return f"{table}\n\n{self.name}: {self.recommended}: {self.reason}{said}\n"
 
 
+@diagnostic
 def compare(
     model_or_step: Any, inputs: Any = None, target: Any = None, *, kwargs: Mapping[str, Any] | None = None,
     loss: Loss = None, batches: Iterable[Any] | None = None, policies: Sequence[str] | str | None = None,
@@ -145,18 +146,10 @@ def compare(
     It is the fastest of those whose error of the gradient is at most twice autocast's. Of those that are equally fast,
     within 3 % or the noise, it is the one with the smallest error, and then with the fewest bytes cast. FP32 it is
     where none is faster than FP32. Graphs run in eager mode; with Inductor, or with weights cast once a step, times
-    differ. Everything is as before afterwards.
+    differ. Give real sizes, since they decide on times; the first batch is timed, and errors are measured over all.
+    Everything is as before afterwards.
 
     Args:
-        model_or_step: A model, a view of the whole model, or a TrainStep.
-        inputs: A tensor or a tuple for `model(*inputs)`, or a mapping for `model(**inputs)`, with the shapes that the
-            model takes: real sizes, since they decide on times.
-        target: The second argument of the loss.
-        kwargs: Keyword inputs beside positional ones.
-        loss: A function of the output, or, with a target, of output and target. None takes the output's own loss. A
-            TrainStep brings its own.
-        batches: Inputs, or pairs (inputs, target), in the place of `inputs`: the first is timed, and errors are
-            measured over all.
         policies: Policy strings beside FP32 and autocast; None is O1, O2, O3 and the plan that `tune` finds. The dtype
             that the first of them names is that of all; else it is that of the view, or of autocast on the device.
         dtype: "fp16" or "bf16", where policies are left out.

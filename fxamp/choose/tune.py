@@ -23,7 +23,7 @@ from passes.contract.plan import CERTIFICATE, Plan
 from passes.contract.policy import Level, Policy
 
 from ..convert import plan_of
-from ..diagnose.step import AUTOCAST, Step, one_policy, step_of
+from ..diagnose.step import AUTOCAST, Step, diagnostic, one_policy, step_of
 from ..error.derivatives import Derivatives, keys_of
 from ..error.measure import measured
 from ..error.report import Errors
@@ -38,6 +38,7 @@ _DRAW = 0.05  # how far off an error is that was measured on one batch, as a par
 _STEPS, _CUTS = 5, 3  # of a bisection; how many cuts are measured
 
 
+@diagnostic
 def tune(
     model_or_step: Any, inputs: Any = None, target: Any = None, *, kwargs: Mapping[str, Any] | None = None,
     loss: Loss = None, batches: Iterable[Any] | None = None, policies: Policy | str | None = None,
@@ -50,20 +51,13 @@ def tune(
     batches given. Compared are O1, the same with one copy of each value (`share_casts=storage`), O2, and what lies
     between them: minimum cuts in which each rounding is charged with the error that it makes, to first order. Matrix
     products run low in all of them. The plan keeps what was measured, in `plan.certificate` and in its notes.
-    Everything is as before afterwards.
+    The more batches, the less the plan fits one. Everything is as before afterwards.
 
     With `metric` and `bound` it is another search: a small set of nodes that, run in FP32, bring the metric under the
     bound. The metric is measured at most log2(nodes) + 8 times, each time of a view of the model; nodes are tried in
     the order of how much they move the loss, or as they run where there is none. The set is small rather than smallest.
 
     Args:
-        model_or_step: A module, a view, or a TrainStep, which brings its own loss.
-        inputs: A tensor or a tuple for `model(*inputs)`, or a mapping for `model(**inputs)`.
-        target: The second argument of the loss.
-        kwargs: Keyword inputs beside positional ones.
-        loss: A function of the output, or, with a target, of output and target, that gives one element; None takes the
-            output's `.loss`, or a 0-dim output.
-        batches: Inputs, or pairs (inputs, target), in the place of `inputs`. The more, the less the plan fits one.
         policies: The policy whose dtype, device and overrides hold; None is that of the view, else "O2", and "O1" with
             a metric.
         tolerance: The largest error, such as 0.02; "autocast" is that of `torch.autocast`, measured beside. A plan has

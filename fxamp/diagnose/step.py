@@ -1,13 +1,6 @@
 """A step: a model with its loss and its batches, and how it is run under observation.
 
-All diagnostics are given it in one way:
-
-    f(model_or_step, inputs=None, target=None, *, kwargs=None, loss=None, batches=None, policies=None)
-
-    inputs    a tensor, or a tuple for model(*inputs); a mapping for model(**inputs)
-    kwargs    keyword inputs beside positional ones
-    loss      a function of the output, or of output and target; None: the output's own; a TrainStep brings its own
-    batches   an iterable of inputs or of (inputs, target), in the place of `inputs`; see `Batches`
+All diagnostics are given it in one way, `f(model_or_step, inputs, target, kwargs=, loss=, batches=, policies=)`.
 
     step.run(batch, "FP32")                       the model itself; "float64" likewise, by the same tensors
     step.run(batch, "autocast"), (batch, "O2")    the real kernels
@@ -18,11 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import math
+import textwrap
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +50,26 @@ from .wide import generators, in_float64
 AUTOCAST, FP32, FLOAT64 = "autocast", "FP32", "float64"
 POLICIES = (AUTOCAST, "O1", "O2", "O3")
 _SCALE = 2.0**16  # of an FP16 loss at first, as LossScaler's
+F = TypeVar("F", bound=Callable[..., Any])
+_ARGUMENTS = """\
+model_or_step: A model, a view, a converted graph, or a TrainStep, which brings its own loss.
+inputs: A tensor or a tuple for `model(*inputs)`, or a mapping for `model(**inputs)`, with the shapes that the
+    model takes.
+target: The second argument of the loss.
+kwargs: Keyword inputs beside positional ones.
+loss: A function of the output, or, with a target, of output and target, that gives one element. None takes the
+    output's own: its `.loss`, or itself if it is one element.
+batches: Inputs, or pairs (inputs, target), in the place of `inputs`, taken one after the other. Of a sequence, and
+    of an `itertools.islice`, it is all of them; of anything else, which may have no end, the first 8.
+"""
+
+
+def diagnostic(function: F) -> F:
+    """Describe in the docstring of a diagnostic the arguments that all of them have, before its own."""
+    head, args, rest = (function.__doc__ or "").partition("Args:\n")
+    indent = rest[: len(rest) - len(rest.lstrip(" "))]
+    function.__doc__ = head + args + textwrap.indent(_ARGUMENTS, indent) + rest
+    return function
 
 
 @dataclass(frozen=True)

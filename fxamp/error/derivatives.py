@@ -26,7 +26,7 @@ from ..diagnose.step import Step
 from ..observe.emulation import Observer, Site
 from ..observe.tensors import dense
 from .report import living, squared
-from .rounding import error, rounded, ulp
+from .rounding import error, power, rounded, variance
 
 Pair = tuple[Tensor, Tensor]
 
@@ -152,13 +152,13 @@ class Derivatives:
         scale = self._step.scale(self._name)
         value, gradient = t / 2 + t0 / 2, (g + g0) / 2
         along = torch.where(t == t0, 0.0, t - t0)  # a mask's infinity is the same on both sides
-        forward, backward = ulp(value, self._low), ulp(gradient.contiguous() * scale, self._low) / scale
-        forward.mul_(error(value, self._low) != 0)  # masks are held as they are
+        forward, backward = power(value, self._low), power(gradient.contiguous() * scale, self._low) / scale
+        forward.mul_(error(value, self._low) != 0)  # masks stay as they are
         if at[-1] == "scores":
             forward.zero_()  # they round in backward alone
-        sums = (gradient * forward, (g - g0) * forward / (2 * size), along * backward / (2 * size))
-        for into, terms in zip((self.losses, self.forward, self.backward), sums, strict=True):
-            into[at] = into.get(at, 0.0) + float(terms.square().sum()) / 12
+        sums = (gradient, forward.clone()), ((g - g0) / (2 * size), forward), (along / (2 * size), backward)
+        for into, (weights, unit) in zip((self.losses, self.forward, self.backward), sums, strict=True):
+            into[at] = into.get(at, 0.0) + float(variance(weights, unit, self._low))
 
 
 def keys_of(site: Site) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from passes.contract.errors import PolicyError
 
 from ..diagnose.batches import Batch
-from ..diagnose.step import POLICIES, Outcome, Step, step_of
+from ..diagnose.step import POLICIES, Outcome, Step, diagnostic, step_of
 from ..observe.eight_bits import eight_bit_modules, listed
 from ..observe.emulation import Observer, Site
 from ..observe.workload import Loss
@@ -23,6 +23,7 @@ from .rounding import rounded
 from .variances import Moved, Unrounded, coherent
 
 
+@diagnostic
 def estimate_error(
     model_or_step: Any, inputs: Any = None, target: Any = None, *, kwargs: Mapping[str, Any] | None = None,
     loss: Loss = None, batches: Iterable[Any] | None = None, policies: Sequence[str] | str | None = POLICIES,
@@ -34,16 +35,10 @@ def estimate_error(
     that are rounded: see `fxamp.error.variances`. The error of the gradient comes from one more step a batch, in
     which all of these are rounded at random (stochastic rounding has twice the variance of rounding to nearest). Both
     are RMS values, for these batches and these weights, to first order. An FP16 loss is scaled in that step, as
-    `fxamp.LossScaler` does at first, by as much as stays finite. Everything is as before afterwards.
+    `fxamp.LossScaler` does at first, by as much as stays finite. Two to four batches are enough. Everything is as
+    before afterwards.
 
     Args:
-        model_or_step: A module, a view, or a TrainStep, which brings its own loss.
-        inputs: A tensor or a tuple for `model(*inputs)`, or a mapping for `model(**inputs)`.
-        target: The second argument of the loss.
-        kwargs: Keyword inputs beside positional ones.
-        loss: A function of the output, or, with a target, of output and target, that gives one element; None takes the
-            output's `.loss`, or a 0-dim output.
-        batches: Inputs, or pairs (inputs, target), in the place of `inputs`; two to four are enough.
         policies: Policy strings, or "autocast", which rounds what O1 rounds.
         gradients: Predict errors of gradients too; with "nodes" also say which roundings they come from, by
             derivatives along a random direction, which takes five steps for each of two batches, and more memory.

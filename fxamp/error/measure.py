@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..diagnose.step import AUTOCAST, FP32, Outcome, Step, step_of
+from ..diagnose.step import AUTOCAST, FP32, Outcome, Step, diagnostic, step_of
 from ..observe.eight_bits import eight_bit_modules, listed
 from ..observe.emulation import Observer, Site
 from ..observe.workload import Loss, floats
 from .report import ErrorReport, Tally, degenerate, living, squared
 
 
+@diagnostic
 def measure_error(
     model_or_step: Any, inputs: Any = None, target: Any = None, *, kwargs: Mapping[str, Any] | None = None,
     loss: Loss = None, batches: Iterable[Any] | None = None, policies: Sequence[str] | str | None = None,
@@ -25,17 +26,10 @@ def measure_error(
 
     The loss, the whole gradient, each parameter's gradient and each output are compared, and the values of nodes
     with those in FP32. Where float64 does not run, as where the model's code names FP32, FP32 is the reference, and the
-    report says so. Everything is as before afterwards. An FP16 loss is scaled by as much as stays finite.
+    report says so. An FP16 loss is scaled by as much as stays finite. One batch is one draw: errors of the loss need
+    about eight. Everything is as before afterwards.
 
     Args:
-        model_or_step: A module, a view, or a TrainStep, which brings its own loss.
-        inputs: A tensor or a tuple for `model(*inputs)`, or a mapping for `model(**inputs)`.
-        target: The second argument of the loss.
-        kwargs: Keyword inputs beside positional ones.
-        loss: A function of the output, or, with a target, of output and target, that gives one element; None takes the
-            output's `.loss`, or a 0-dim output.
-        batches: Inputs, or pairs (inputs, target), in the place of `inputs`. One batch is one draw: errors of the loss
-            need about eight.
         policies: Policy strings, or "autocast". None is the policy of the view that is given, or autocast, O1, O2, O3.
 
     Raises:

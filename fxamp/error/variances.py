@@ -29,7 +29,7 @@ from passes.ops.rules import row_of
 from ..diagnose.batches import Batch
 from ..diagnose.step import Outcome, Step
 from ..observe.emulation import Observer, Place, Site
-from .rounding import BITS, blocks, error, power
+from .rounding import BITS, blocks, error, power, variance
 
 _NOTHING = (0.0,) * 5  # V, S, L, lost updates and all updates of a place that no gradient comes to
 
@@ -232,9 +232,8 @@ class Sums:
                 off = error(t, low)
                 unit = power(t, low)
                 lost = _lost(t, g, terms, unit, low) if terms else torch.zeros(3, device=g.device)
-                moved = unit.mul_(g).mul_(off != 0)  # masks and zeros are held as they are
-                variance = torch.linalg.vector_norm(moved).square() * (4.0 ** -BITS[low] / 12)
-                sums = torch.cat((torch.stack((variance, off.mul_(g).sum())), lost))
+                moved = variance(g, unit.mul_(off != 0), low)  # masks and zeros stay as they are
+                sums = torch.cat((torch.stack((moved, off.mul_(g).sum())), lost))
                 found[place] = sums if place not in found else found[place] + sums
 
     def end(self) -> None:

@@ -21,7 +21,7 @@ from passes.ops import ops
 from passes.ops.rules import row_of
 
 from ..calibration import Calibration, Range, checksums
-from ..diagnose.step import one_policy, step_of
+from ..diagnose.step import diagnostic, one_policy, step_of
 from ..observe.emulation import Observer, Site
 from ..observe.places import wiring
 from ..observe.workload import Loss
@@ -30,6 +30,7 @@ _SAMPLE = 1024  # elements of a tensor that are counted
 _FLUSHED, _NORMAL = 2.0**-25, 2.0**-14  # FP16 rounds what is at most this to 0; what is below this has fewer bits
 
 
+@diagnostic
 def calibrate(
     model_or_step: Any, inputs: Any = None, target: Any = None, *, kwargs: Mapping[str, Any] | None = None,
     loss: Loss = None, batches: Iterable[Any] | None = None, policies: Policy | str | None = None,
@@ -41,14 +42,6 @@ def calibrate(
     65504. The ranges hold for these batches and these parameters. Everything is as before afterwards.
 
     Args:
-        model_or_step: A model, a view of the whole model, or a TrainStep.
-        inputs: A tensor or a tuple for `model(*inputs)`, or a mapping for `model(**inputs)`, with the shapes that the
-            model takes.
-        target: The second argument of the loss.
-        kwargs: Keyword inputs beside positional ones.
-        loss: A function of the output, or, with a target, of output and target. None takes the output's own loss. A
-            TrainStep brings its own.
-        batches: Inputs, or pairs (inputs, target), in the place of `inputs`.
         policies: The policy whose graph is measured; None is that of the view, else O1. From O2 on losses are split
             into ops.
         scale: The loss scale with which gradients are counted that FP16 rounds to 0; None is that of the TrainStep,

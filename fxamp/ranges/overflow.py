@@ -40,7 +40,7 @@ from ..capture.graphs import runner_of
 from ..census.rows import Ledger, ledgers_of, where_of
 from ..convert import converted_in
 from ..diagnose.batches import Batch
-from ..diagnose.step import Step, step_of, watched_graphs
+from ..diagnose.step import Step, diagnostic, step_of, watched_graphs
 from ..observe.emulation import is_fp32, raised
 from ..observe.interpret import Run
 from ..observe.snapshot import outside_of_regions
@@ -138,6 +138,7 @@ class Overflow(Result):
         return f"<fxamp overflow: {self.kind} at {self.where} in {phase}; {len(self.fp32)} nodes in FP32 cure it>"
 
 
+@diagnostic
 def find_overflow(
     model_or_step: Any, inputs: Any = None, target: Any = None, *, kwargs: Mapping[str, Any] | None = None,
     loss: Loss = None, batches: Iterable[Any] | None = None, policies: Policy | str | None = None,
@@ -146,17 +147,10 @@ def find_overflow(
     """Run one step, and return the first op that makes inf or NaN of finite values; None if all ends finite.
 
     It is the first one in the order of execution from which the loss, or else a gradient, is not finite. Infinities
-    that nothing comes of, such as a mask of -inf, are none. Everything is as before afterwards.
+    that nothing comes of, such as a mask of -inf, are none. The first batch that overflows counts. Everything is as
+    before afterwards.
 
     Args:
-        model_or_step: A view, a converted graph, a compiled or any other module, or a TrainStep.
-        inputs: A tensor or a tuple for `model(*inputs)`, or a mapping for `model(**inputs)`, with the shapes that the
-            model takes.
-        target: The second argument of the loss.
-        kwargs: Keyword inputs beside positional ones.
-        loss: A function of the output, or, with a target, of output and target. None takes the output's own loss. A
-            TrainStep brings its own.
-        batches: Inputs, or pairs (inputs, target), in the place of `inputs`; the first one that overflows counts.
         policies: Convert the model by this policy first; of a module that nobody converted.
         scale: The loss scale; None is that of the TrainStep, else 1.
 

@@ -30,6 +30,7 @@ from passes.graph.values import LOW_DTYPES
 from ..capture.backend import require_inner
 from ..capture.graphs import Graphs
 from ..capture.graphs import runner_of as runner_of
+from ..observe.watch import CALLERS
 from .runner import Runner
 from .settings import Settings
 from .twin import COPIES_A_MODEL, MODEL_OF_COPY
@@ -260,6 +261,7 @@ def _plain(author: Any, kind: type | None) -> Any:
                 runner_of(self).say_uncaptured(name)
         return made
 
+    CALLERS[in_region_of_view.__code__] = "a method of a view that is not captured"
     return in_region_of_view
 
 

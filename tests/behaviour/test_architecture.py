@@ -81,13 +81,15 @@ ARROWS = {
         ".capture .census .convert .error .harmless .report.forms .report.page .report.record .train .view "
         "passes.contract"
     ),
-    "fxamp.report.diff": ".harmless .report .report.record passes._torch passes.contract passes.graph passes.ops",
+    "fxamp.report.diff": (
+        ".harmless .observe .report .report.record passes._torch passes.contract passes.graph passes.ops"
+    ),
     "fxamp.report.gate": (
         ".capture .census .convert .errors .harmless .measure .measure.fake_cuda .report .report.diff "
         ".report.record .target .train passes.contract passes.ops"
     ),
     "fxamp.pytest_plugin": ".report.gate",
-    "fxamp.demo": ".census .convert .measure .report .report.gate .train passes.contract",
+    "fxamp.demo": ".census .convert .measure .observe .report .report.gate .train passes.contract",
     "fxamp.integrations": ".capture .census .convert .errors .train .view passes.contract passes.ops",
     "fxamp.lightning": ".integrations",
     "fxamp.huggingface": ".integrations",
