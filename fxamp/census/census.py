@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, field
 from types import CodeType
 from typing import Any, Literal
 
-from tabulate import tabulate
 from torch import nn
 
 from passes.contract.errors import PolicyError, VerificationError
@@ -27,7 +26,7 @@ from ..convert import converted_in
 from ..diagnose.step import diagnostic, step_of, watched_graphs
 from ..observe.watch import Watch
 from ..observe.workload import Loss
-from ..results import Result
+from ..results import Result, some, table
 from .differences import (
     Compiled,
     Difference,
@@ -38,7 +37,7 @@ from .differences import (
     of_products,
 )
 from .rows import Row, ledgers_of, planned_rows, rows_of, where_of
-from .step import Observation, Scaling, observe, scaling_differences, scaling_of
+from .step import Observation, Scaling, observe
 
 _SHOWN = 20  # differences in the text
 _LOW = tuple(map(dtype_name, LOW_DTYPES))
@@ -124,23 +123,22 @@ class Census(Result):
         whole = sum(row.flops for row in self.ran)
         if not whole:
             return "no product ran"
-        rest = [f"{where} {100 * n / whole:.1f} %" for where, n in flops.most_common(3)]
+        rest = some(f"{where} {100 * n / whole:.1f} %" for where, n in flops.most_common())
         kept = self.planned is not None and all(r.graph >= 0 and (r.graph, r.where) not in wrong for r in wide)
         planned = ", as planned" if kept else ""
-        more = f" and {len(flops) - 3} more" if len(flops) > 3 else ""
-        why = f"; in FP32{planned}: {', '.join(rest)}{more}" if rest else ""
+        why = f"; in FP32{planned}: {rest}" if rest else ""
         return f"{100 * (1 - sum(flops.values()) / whole):.1f} % of FLOPs in 16 bits{why}"
 
     def _text(self, style: str) -> str:
         whole = sum(row.flops for row in self.ran)
-        table = []
+        counts = []
         for dtype in sorted({row.dtype for row in self.ran if not row.casts}):
             rows = [row for row in self.ran if row.dtype == dtype and not row.casts]
             flops = sum(row.flops for row in rows)
             products = sum(row.count for row in rows if row.product)
             others = sum(row.count for row in rows if not row.product)
-            table.append((dtype, products, f"{flops / 1e9:.3g}", f"{100 * flops / (whole or 1):.1f}", others))
-        shown = tabulate(table, ("dtype", "products", "GFLOP", "% of FLOPs", "other ops"), style, disable_numparse=True)
+            counts.append((dtype, products, f"{flops / 1e9:.3g}", f"{100 * flops / (whole or 1):.1f}", others))
+        shown = table(("dtype", "products", "GFLOP", "% of FLOPs", "other ops"), counts, style)
         megabytes = sum(row.cast_bytes for row in self.ran) / 1e6
         casts = f"casts of the step: {sum(row.casts for row in self.ran)}, {megabytes:.3g} MB"
         planned = "no plan" if self.share is None else f"as planned: {100 * self.share:.1f} % of FLOPs"
@@ -209,14 +207,14 @@ def census_of(model: nn.Module, parts: Mapping[str, nn.Module], observation: Obs
     rows = rows_of(watch, ledgers)
     views = {path: runner for path, part in parts.items() if (runner := runner_of(part)) is not None}
     whole = not parts and bool(ledgers)
-    scaling = scaling_of(observation, rows)
+    scaling = observation.scaling(rows)
     has_plan = bool(parts) or whole or any("fxamp" in str(compiled_call(m)) for m in model.modules())
     if has_plan:
         found = differences_of(watch, ledgers, views, whole)
         found += [d for ledger in ledgers for d in compiled_otherwise(ledger)]
     else:
         found = odd_products(watch, {seen: where_of(seen.place, ledgers) for seen in watch.sums})
-    found += scaling_differences(scaling, observation)
+    found += observation.scaling_differences(scaling)
     unseen = [
         f"graph {ledger.number} ran as compiled by {ledger.ran.by}: inside its kernels the dtypes of "
         f"{len(ledger.decisions)} nodes cannot be seen; the products that it called are compared"

@@ -7,7 +7,7 @@ A watch sees converted graphs that are modules too: each runs node by node meanw
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,20 @@ class Observation:
     scaler: Any = None
     skipped: bool = False
     ended: bool = True
+
+    def scaling(self, rows: Iterable[Row]) -> Scaling:
+        """Return the facts of loss scaling."""
+        low = any(row.phase == "backward" and "float16" in row.operands for row in rows)
+        scaler = "" if self.scaler is None else "enabled" if self.scaler.is_enabled() else "disabled"
+        return Scaling(low, scaler, self.watch.scaled and scaler != "disabled", self.watch.unscaled, self.skipped)
+
+    def scaling_differences(self, scaling: Scaling) -> Iterator[Difference]:
+        """Yield what of the scaling of a TrainStep is wrong; of a model alone the loop is not known."""
+        if self.scaler is not None and scaling.low_gradients and not scaling.scaled:
+            why = "gradients below 6e-8 become zero; give the TrainStep a LossScaler that is enabled"
+            yield Difference("scaling", "loss", "scaled", f"unscaled, with a scaler that is {scaling.scaler}", why)
+        if self.scaler is not None and self.ended and scaling.scaled and not scaling.skipped and not scaling.unscaled:
+            yield Difference("scaling", "gradients", "unscaled once", "scaled gradients into the optimizer")
 
 
 def observe(step: Step) -> Observation:
@@ -110,25 +124,3 @@ class Scaling:
         scaler = f"the scaler is {self.scaler}" if self.scaler else "no scaler was seen"
         after = ", the step was skipped: gradients were not finite" if self.skipped else ""
         return f"gradients in FP16; {scaler}; {loss}; gradients were unscaled {self.unscaled} times{after}"
-
-
-def scaling_of(observation: Observation, rows: Iterable[Row]) -> Scaling:
-    """Return the facts of loss scaling of a step."""
-    low = any(row.phase == "backward" and "float16" in row.operands for row in rows)
-    scaler = "" if observation.scaler is None else "enabled" if observation.scaler.is_enabled() else "disabled"
-    return Scaling(
-        low, scaler, observation.watch.scaled and scaler != "disabled", observation.watch.unscaled, observation.skipped
-    )
-
-
-def scaling_differences(scaling: Scaling, observation: Observation) -> list[Difference]:
-    """Return what of the scaling of a TrainStep is wrong; of a model alone the loop is not known."""
-    if observation.scaler is None:
-        return []
-    found = []
-    if scaling.low_gradients and not scaling.scaled:
-        why = "gradients below 6e-8 become zero; give the TrainStep a LossScaler that is enabled"
-        found.append(Difference("scaling", "loss", "scaled", f"unscaled, with a scaler that is {scaling.scaler}", why))
-    if observation.ended and scaling.scaled and not scaling.skipped and not scaling.unscaled:
-        found.append(Difference("scaling", "gradients", "unscaled once", "scaled gradients into the optimizer"))
-    return found

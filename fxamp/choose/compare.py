@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from tabulate import tabulate
 
 from passes.contract.errors import FxampError, PolicyError
 from passes.contract.plan import Plan
@@ -35,7 +34,7 @@ from ..error.measure import measured
 from ..error.report import Errors
 from ..measure.counts import laps, saved_bytes
 from ..observe.workload import Loss
-from ..results import Result, named
+from ..results import Result, named, table
 from .tune import Search
 
 TUNED = "tuned"
@@ -130,9 +129,8 @@ class Comparison(Result):
             ]
             for o in self.options
         ]  # fmt: skip
-        table = tabulate(rows, head, style, disable_numparse=True)
         said = "".join(f"\nnote: {note}" for note in self.notes)
-        return f"{table}\n\n{self.name}: {self.recommended}: {self.reason}{said}\n"
+        return f"{table(head, rows, style)}\n\n{self.name}: {self.recommended}: {self.reason}{said}\n"
 
 
 @diagnostic

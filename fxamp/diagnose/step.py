@@ -36,7 +36,7 @@ from ..capture.inputs import device_of, resolve
 from ..capture.user_graph import flat_inputs
 from ..convert import convert, converted_in
 from ..errors import NotAModuleError, in_short
-from ..measure.counts import step_counts
+from ..measure.counts import op_counts
 from ..observe.eight_bits import as_made_of
 from ..observe.emulation import Emulation, GraphSites, Observer, Site, is_fp32
 from ..observe.interpret import Run
@@ -357,13 +357,12 @@ class Step:
 
         Of batches that take several paths, it is that with the most bytes.
         """
-        counted = list[tuple[int, int]]()
+        most = (0, 0)
         for batch in self.unlike():
             with self.as_before(self.author), outside_of_regions():
-                counts = step_counts(self.forward(name, batch))
-            counted.append((counts.cast_bytes, counts.casts))
-        moved, casts = max(counted)
-        return casts, moved
+                counts = op_counts(self.forward(name, batch))
+            most = max(most, (counts.cast_bytes, counts.casts))
+        return most[1], most[0]
 
     def forward(self, name: str, batch: Batch) -> Callable[[], Tensor]:
         """Return a function that runs a forward with the real kernels, and gives the loss."""

@@ -17,6 +17,7 @@ from ..diagnose.step import POLICIES, Outcome, Step, diagnostic, step_of
 from ..observe.eight_bits import eight_bit_modules, listed
 from ..observe.emulation import Observer, Site
 from ..observe.workload import Loss
+from ..results import some
 from .derivatives import Derivatives, keys_of
 from .report import PREDICTED, ErrorReport, Errors, NodeError, Tally, degenerate, living, squared
 from .rounding import rounded
@@ -87,13 +88,11 @@ def estimated(step: Step, names: Sequence[str], *, gradients: bool | str = True)
 
 def _unseen(step: Step) -> tuple[str, ...]:
     """Return notes on roundings that are not seen: in modules of 8 bits, and where code runs outside of all graphs."""
-    names, modules = step.uncaptured, eight_bit_modules(step.author)
+    modules = eight_bit_modules(step.author)
     if modules:
         return (f"{listed(modules)} round to 8 bits inside, which is in no row: see fxamp.measure_error.",)
-    if not names:
-        return ()
-    first = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return (f"Not all of it was captured: errors made by what reads {first} are not among these.",)
+    names = some(sorted(step.uncaptured))
+    return (f"Not all of it was captured: errors made by what reads {names} are not among these.",) if names else ()
 
 
 class _Estimate:

@@ -129,7 +129,7 @@ class GraphSites:
         self._inside: dict[int, tuple[GraphModule, GraphSites]] = {}
 
     def inside(self, body: GraphModule) -> GraphSites:
-        """Return the sites of a graph inside this one, found once."""
+        """Return the sites of a graph inside this one, made once."""
         if id(body) not in self._inside:
             self._inside[id(body)] = body, GraphSites(body, {})
         return self._inside[id(body)][1]
@@ -166,7 +166,8 @@ class GraphSites:
         for node, low in self.low.items():
             if not low or node not in self.keys or row_of(node).asks:
                 continue
-            for part in ("", *_PARTS.get(ops.name(node), ())):
+            _, parts, _ = _INSIDE.get(ops.name(node), (None, "", ""))
+            for part in ("", *parts.split()):
                 if (site := self.of(node, part)).rounds:
                     yield site
         for node, bodies in self.bodies.items():
@@ -267,11 +268,10 @@ class Emulation(Run):
             return _called(args[0], n.args[2], args[3:], kwargs)
         if any(isinstance(a, GraphModule) for a in pytree.tree_leaves(args)):
             return self._higher_order(n, args)
-        inside = _INSIDE.get(ops.name(n)) if self._sites.low[n] or self._everywhere else None
-        if inside is not None:
-            run, arguments = inside
+        kernel, _, arguments = _INSIDE.get(ops.name(n), (None, "", ""))
+        if kernel is not None and (self._sites.low[n] or self._everywhere):
             named = {key: self._value(ops.argument(n, key)) for key in arguments.split()}
-            made = run(lambda part, v: self._observer.value(self._sites.of(n, part), v), named)
+            made = kernel(lambda part, v: self._observer.value(self._sites.of(n, part), v), named)
             if made is not None:
                 return made
         return getattr(self, n.op)(n.target, args, kwargs)
@@ -346,17 +346,16 @@ def _attention(at: Callable[[str, Tensor], Tensor], given: dict[str, Any]) -> Te
     return out
 
 
-# How a kernel computes in steps: a function that names its parts, and the arguments that it reads.
-_INSIDE: dict[str, tuple[Callable[[Callable[[str, Tensor], Tensor], dict[str, Any]], Tensor | None], str]] = {
-    "log_softmax": (_log_softmax, "self input dim"),
-    "cross_entropy_loss": (_cross_entropy, "self input target weight label_smoothing reduction ignore_index"),
-    "scaled_dot_product_attention": (_attention, "query key value attn_mask dropout_p is_causal scale enable_gqa"),
-}
-
-
-_PARTS = {
-    "log_softmax": ("sum", "log"), "cross_entropy_loss": ("sum", "log"),
-    "scaled_dot_product_attention": ("scores", "probabilities"),
+_Kernel = Callable[[Callable[[str, Tensor], Tensor], dict[str, Any]], Tensor | None]
+# How a kernel computes in steps: a function that names its parts, the parts, and the arguments that it reads.
+_INSIDE: dict[str, tuple[_Kernel, str, str]] = {
+    "log_softmax": (_log_softmax, "sum log", "self input dim"),
+    "cross_entropy_loss": (
+        _cross_entropy, "sum log", "self input target weight label_smoothing reduction ignore_index"
+    ),
+    "scaled_dot_product_attention": (
+        _attention, "scores probabilities", "query key value attn_mask dropout_p is_causal scale enable_gqa"
+    ),
 }  # fmt: skip
 
 

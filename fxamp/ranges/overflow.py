@@ -50,7 +50,7 @@ from ..observe.workload import Loss
 from ..results import Result
 
 _RUNS = 6  # of the step, to find a cure
-_GIVEN = ("cast", "as_autocast")  # kinds of decisions that no override changes
+_FIXED = ("cast", "as_autocast")  # kinds of decisions that no override changes
 
 
 @dataclass(frozen=True)
@@ -178,21 +178,19 @@ def find_overflow(
     return next((found for batch in step.batches if (found := overflow_of(step, batch, scale)) is not None), None)
 
 
-def overflow_of(step: Step, batch: Batch, scale: float, *, cured: bool = True) -> Overflow | None:
+def overflow_of(step: Step, batch: Batch, scale: float) -> Overflow | None:
     """Run one batch with a loss scale; return the overflow, None if there is none. Its cure takes more runs."""
     watch = _run(step, batch, scale)
     first = watch.culprit()
     if first is None:
         return None
-    place = first.place
-    where = first.name or watch.where(place)
-    decision = watch.decision(place)
+    place, decision = first.place, watch.decision(first.place)
     line = place.where if place.kind == "outside" else ""
-    found = Overflow(
-        where, first.kind, place.backward, first.op, first.dtype, line if decision is None else decision.source,
-        first.operands, scale, what=watch.what(place),
+    overflow = Overflow(
+        first.name or watch.where(place), first.kind, place.backward, first.op, first.dtype,
+        line if decision is None else decision.source, first.operands, scale, what=watch.what(place),
     )  # fmt: skip
-    return _cured(found, step, batch, watch) if cured and not first.name and watch.graphs else found
+    return _cured(overflow, step, batch, watch) if not first.name and watch.graphs else overflow
 
 
 @dataclass(frozen=True)
@@ -244,7 +242,7 @@ class _Finite(Watch):
         self._handed: dict[int, tuple[Any, _At]] = {}  # what graphs have returned, and by which node
         self._crossed: dict[_At, _At] = {}  # inputs of graphs that another one has returned
 
-    def given(self, named: Iterable[tuple[str, Tensor]]) -> None:
+    def start(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Look at values that are there from the start."""
         for name, t in named:
             if t.is_floating_point() and (kind := _kind(held := _range(t))):
@@ -271,7 +269,7 @@ class _Finite(Watch):
     def where(self, place: Place) -> str:
         """Return how a place is called."""
         if place.kind == "node":
-            return where_of(place, ledgers_of(self))
+            return self.ledger(place.graph).key(place.where)
         return "(loss)" if place.kind == "own" else place.where or where_of(place, ())
 
     def decision(self, place: Place) -> Decision | None:
@@ -288,17 +286,16 @@ class _Finite(Watch):
             return ""
         while is_inserted(node):
             node = node.all_input_nodes[0]
-        known = self.graphs[place.graph].known
-        inputs = [n for n in node.graph.nodes if n.op == "placeholder"]
-        at = inputs.index(node) if node in inputs else -1
-        return ops.name(node) if node.op.startswith("call") else str(known.names.get(at, "")) or str(node.target)
+        if node.op.startswith("call"):
+            return ops.name(node)
+        inputs = {n: at for at, n in enumerate(node.graph.find_nodes(op="placeholder"))}
+        return self.graphs[place.graph].known.names.get(inputs.get(node, -1)) or str(node.target)
 
     def may_be_fp32(self, at: _At) -> bool:
         """Say whether a node runs low, and an override can keep it in FP32."""
-        found = self.decision(Place("node", at[1], at[0]))
-        if found is None or found.colour not in _LOW or found.kind in _GIVEN or found.code == Code.MUTATED.value:
-            return False
-        return not mutated_operands(self._node(at))
+        decision = self.decision(Place("node", at[1], at[0]))
+        may_be = decision is not None and decision.colour in _LOW and decision.kind not in _FIXED
+        return may_be and not self.follows(at)
 
     def blamed(self, at: _At) -> list[_At]:
         """Return the nodes to run in FP32 for a value or gradient that does not fit at a node: it, or what it reads."""
@@ -451,15 +448,13 @@ class _Finite(Watch):
         if is_inserted(n):
             made = nodes.value_of(n)
             return operands[0] if _overflows(made, operands[0]) else made
-        args, kwargs = torch.fx.map_arg((n.args, n.kwargs), lambda o: _planned(o, nodes.env[o]))
         at = (number, n.name)
-        if self.follows(at) and any(_is_low(o) and is_fp32(nodes.env[o]) for o in n.all_input_nodes):
-            return nodes.call(n, *pytree.tree_map(raised, torch.fx.map_arg((n.args, n.kwargs), nodes.before_casts)))
-        if not self.may_be_fp32(at):
-            return nodes.call(n, args, kwargs) if _is_low(n) else nodes.value_of(n)
-        if at not in self.forced:
-            made = nodes.call(n, args, kwargs)
-            if not _overflows(made, operands):
+        in_fp32 = self.follows(at) and any(_is_low(o) and is_fp32(nodes.env[o]) for o in n.all_input_nodes)
+        if not in_fp32 and not self.may_be_fp32(at) and not _is_low(n):
+            return nodes.value_of(n)
+        if not in_fp32 and at not in self.forced:
+            made = nodes.call(n, *torch.fx.map_arg((n.args, n.kwargs), lambda o: _planned(o, nodes.env[o])))
+            if not self.may_be_fp32(at) or not _overflows(made, operands):
                 return made
             self.forced[at] = None
         # FP32 throughout: its operands as they were before casts of fxamp, and those that are low upcast
@@ -492,7 +487,7 @@ def _run(step: Step, batch: Batch, scale: float, forced: Iterable[_At] = (), *, 
     model = step.model
     watch = _Finite(model, forced, heals=heals)
     inputs = [("(inputs)", t) for t in pytree.tree_leaves(batch) if isinstance(t, Tensor)]
-    watch.given((*model.named_parameters(), *model.named_buffers(), *inputs))
+    watch.start((*model.named_parameters(), *model.named_buffers(), *inputs))
     scale /= 1 if step.train_step is None else step.train_step.accumulate_steps
     parts = [part for _, part in converted_in(model)]
     with (

@@ -43,7 +43,7 @@ def _first_overflow(step: TrainState, window: Window) -> Overflow | None:
         return None
     window_step = Step(model, tuple(window.batches), step.loss_fn, step)
     try:
-        found = (overflow_of(window_step, batch, float(window.scale), cured=True) for batch in window.batches)
+        found = (overflow_of(window_step, batch, float(window.scale)) for batch in window.batches)
         return next((one for one in found if one is not None), None)
     except Exception as e:  # the error of many skipped steps is raised then
         logger.warning("fxamp: the batches were not run again: %s", e)

@@ -348,6 +348,19 @@ def test_node_added_to_a_graph_is_listed_with_its_reader() -> None:
     assert kinds == [("added", "target"), ("changed", "operands")]
 
 
+def test_a_call_of_the_authors_is_called_as_its_decision_is_and_no_other_node_is() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1), nn.Linear(4, 4)), torch.randn(2, 4)
+    view = fxamp.convert(model, (x,), policy="O1,dtype=bf16")
+    graphs = (fxamp.graphs(v)[0] for v in (fxamp.convert(model, (x,), policy="O0"), view))
+    found = diff(*(torch.fx.GraphModule(graph, graph.graph) for graph in graphs))  # which have no plan
+    decisions = {d.key for d in fxamp.plan_of(view).decisions}
+    assert {c.key for c in found.changes if c.kind == "changed" and c.field == "dtype"} == decisions
+    added = [c.key for c in found.changes if c.kind == "added"]
+    assert added
+    assert not decisions & set(added)
+    assert len(added) == len(set(added))
+
+
 def test_other_dtype_of_a_node_is_listed() -> None:
     before, after = traced(nn.ReLU()), traced(nn.ReLU())
     for graph, dtype in ((before, torch.float32), (after, torch.bfloat16)):
