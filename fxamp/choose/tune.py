@@ -22,7 +22,6 @@ from passes.contract.errors import PolicyError
 from passes.contract.plan import CERTIFICATE, Plan
 from passes.contract.policy import Level, Policy
 
-from ..convert import plan_of
 from ..diagnose.step import AUTOCAST, Step, diagnostic, one_policy, step_of
 from ..error.derivatives import Derivatives, keys_of
 from ..error.measure import measured
@@ -237,9 +236,7 @@ class Search:
     def _certified(
         self, best: Errors, limit: float, predicted: float | None, batches: int, errors: Mapping[str, Errors]
     ) -> Plan:
-        view = self._step.view(best.policy)  # captured under its own decisions, and measured once more
-        best = measured(self._step, (best.policy,))[best.policy]
-        plan = plan_of(view)
+        plan = self._step.plan(best.policy)
         numbers = {"tolerance": limit, "measured": best.per_parameter, "gradient": best.gradient, "loss": best.loss,
                    "batches": batches, "casts": best.casts or 0, "cast_bytes": best.cast_bytes or 0}  # fmt: skip
         if predicted is not None:

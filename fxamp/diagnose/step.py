@@ -26,6 +26,7 @@ from torch.nn.utils.rnn import PackedSequence
 from passes._torch import pytree
 from passes.contract.costs import CostModel
 from passes.contract.errors import CaptureError, PolicyError
+from passes.contract.plan import Plan
 from passes.contract.policy import Policy
 from passes.graph.notes import is_ours
 
@@ -44,6 +45,7 @@ from ..observe.snapshot import outside_of_regions
 from ..observe.tensors import dense
 from ..observe.watch import observed, run_instead
 from ..observe.workload import Both, Loss, as_before, copies, loss_of, output_of
+from ..view.graphs import plan_of
 from .batches import Batch, Batches
 from .wide import generators, in_float64
 
@@ -97,7 +99,7 @@ class _Decided:
     def graph(self, known: Graph) -> GraphModule:
         """Return what would be emitted for a captured graph, decided once."""
         if id(known.emitted) not in self._graphs:
-            self._graphs[id(known.emitted)] = known, known.decided(self.policy, self.costs)
+            self._graphs[id(known.emitted)] = known, known.decided(self.policy, self.costs)[0]
         return self._graphs[id(known.emitted)][1]
 
     def run(self, known: Graph, _: GraphModule, args: tuple[Any, ...]) -> Any:
@@ -284,6 +286,13 @@ class Step:
             if name in self._decided:
                 runner_of(self._views[key]).graphs.costs = self._decided[name].costs
         return self._views[key]
+
+    def plan(self, name: str) -> Plan:
+        """Return the plan of a policy; of one that was decided on captured graphs nothing is captured for it."""
+        decided = self._decided.get(name)
+        if decided is None or name in self._views:
+            return plan_of(runner_of(self.view(name)))
+        return plan_of(runner_of(self.view(decided.base)), decided.costs, decided.policy)
 
     def decide(self, name: str, base: str, policy: Policy, costs: CostModel | None = None) -> None:
         """Know a policy, under costs of its own, by what is decided on the graphs that another one has captured.

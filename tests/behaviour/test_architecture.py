@@ -57,7 +57,7 @@ ARROWS = {
     "fxamp.measure": ".capture .observe .view passes passes._torch passes.contract passes.graph passes.ops",
     "fxamp.measure.fake_cuda": ".capture .errors .measure .observe .target passes._torch passes.contract",
     "fxamp.convert": "._torch .calibration .capture .errors .measure .observe .view passes.contract",
-    "fxamp.diagnose": ".capture .convert .errors .measure .observe passes._torch passes.contract passes.graph",
+    "fxamp.diagnose": ".capture .convert .errors .measure .observe .view passes._torch passes.contract passes.graph",
     "fxamp.census": (
         "._torch .capture .convert .diagnose .observe .results passes.contract passes.graph passes.ops passes.runtime"
     ),

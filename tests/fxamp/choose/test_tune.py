@@ -250,7 +250,7 @@ def test_what_is_decided_on_captured_graphs_is_what_a_capture_of_its_own_gives(p
 
 
 @pytest.mark.parametrize("tolerance", ["autocast", 0.02])
-def test_a_search_captures_a_model_twice(tolerance: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_captures_a_model_once(tolerance: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     captured, real = [], backend.rewrite
 
     def rewrite(*args: Any, **more: Any) -> Any:
@@ -259,7 +259,7 @@ def test_a_search_captures_a_model_twice(tolerance: Any, monkeypatch: pytest.Mon
 
     monkeypatch.setattr("fxamp.view.function.rewrite", rewrite)
     plan = fxamp.tune(Residual(), X, loss=mean_square, tolerance=tolerance)
-    assert len(captured) <= 2
+    assert len(captured) == 1
     assert plan.certificate["measured"] <= plan.certificate["tolerance"] * 1.02
     compared = next(note for note in plan.notes if "compared: " in note).partition("compared: ")[2]
     names = [one.split(" at ")[0].rpartition(" ")[0] for one in compared.split(", O")]
