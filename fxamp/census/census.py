@@ -23,7 +23,7 @@ from passes.graph.values import LOW_DTYPES
 from .._torch import compiled_call, original_of
 from ..capture.graphs import runner_of
 from ..convert import converted_in
-from ..diagnose.step import diagnostic, step_of, watched_graphs
+from ..diagnose.step import diagnostic, step_of, visible_graphs
 from ..observe.watch import Watch
 from ..observe.workload import Loss
 from ..results import Result, some, table
@@ -193,9 +193,9 @@ def census(
         >>> {row.dtype for row in found.ran if row.product}
         {'bfloat16'}
     """
-    step = step_of(model_or_step, inputs, target, kwargs=kwargs, loss=loss, batches=batches).converted_by(policies)
+    step = step_of(model_or_step, inputs, target, kwargs=kwargs, loss=loss, batches=batches).under(policies)
     parts = converted_in(step.model)
-    with watched_graphs([part for _, part in parts]):
+    with visible_graphs([part for _, part in parts]):
         observation = observe(step)
     return census_of(step.model, dict(parts), observation)
 
@@ -282,7 +282,7 @@ class CallCensus:
         """
         parts = converted_in(step.model)
         watch = Watch(step.model, frame)
-        with watched_graphs([part for _, part in parts]), watch:
+        with visible_graphs([part for _, part in parts]), watch:
             yield
         self._graphs = self._captured()
         self.last = found = census_of(step.model, dict(parts), Observation(watch, (), step.scaler, ended=False))

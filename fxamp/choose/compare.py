@@ -169,7 +169,7 @@ def compare(
 
 
 def _compared(step: Step, asked: Sequence[str] | None, dtype: str | None) -> Comparison:
-    own = step.asked if asked is None else Policy.of(asked[0]) if asked else None
+    own = step.view_policy if asked is None else Policy.of(asked[0]) if asked else None
     low = dtype or ("" if own is None or own.dtype is None else SHORT[own.dtype])
     suffix = f",dtype={low}" if low else ""
     levels = {name: name + suffix for name in POLICIES} if asked is None else {name: name for name in asked}

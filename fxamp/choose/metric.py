@@ -32,14 +32,14 @@ def under_bound(step: Step, policy: Any, metric: Callable[[Any], Any], bound: fl
         raise PolicyError(f"metric= is a function of a view that returns a number, not {type(metric).__name__}.")
     if not isinstance(bound, (int, float)) or isinstance(bound, bool) or not math.isfinite(bound):
         raise PolicyError(f"bound is a finite number, not {bound!r}.")
-    return _Search(step, policy, metric, float(bound)).plan()
+    return _Minimum(step, policy, metric, float(bound)).plan()
 
 
-class _Search:
+class _Minimum:
     """The search for one set; it knows what was measured."""
 
     def __init__(self, step: Step, policy: Policy | str | None, metric: Callable[[Any], Any], bound: float):
-        asked = step.policy(str(policy or step.asked or "O1"))
+        asked = step.policy(str(policy or step.view_policy or "O1"))
         self._step, self._policy, self._metric, self._bound = step, asked, metric, bound
         self._known: dict[frozenset[str], tuple[float, Plan]] = {}
 

@@ -134,7 +134,7 @@ class Search:
                 f"no parameter of {type(step.author).__name__} requires a gradient, whose error tune keeps: measure "
                 "the loss with fxamp.measure_error."
             )
-        own = Policy("O2") if step.asked is None else replace(step.asked, level=Level.O2)
+        own = Policy("O2") if step.view_policy is None else replace(step.view_policy, level=Level.O2)
         asked = step.policy(str(own if policy is None else Policy.of(policy)))
         self._step = step
         self._base, self._o1 = replace(asked, level=Level.O2), replace(asked, level=Level.O1)

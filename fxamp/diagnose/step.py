@@ -89,7 +89,7 @@ class Outcome:
     output: Any
 
 
-class _Decided:
+class _Colouring:
     """What is decided by a policy, and under costs of its own, on the graphs that another one has captured."""
 
     def __init__(self, base: str, policy: Policy, costs: CostModel | None) -> None:
@@ -129,7 +129,7 @@ class Step:
         self._policies: dict[str, Policy] = {}
         self._sites: dict[int, tuple[GraphModule, GraphSites]] = {}
         self._written: set[int] | None = None  # the parameters that steps have written, by identity
-        self._decided: dict[str, _Decided] = {}
+        self._colourings: dict[str, _Colouring] = {}
         self._scales: dict[str, float] = {}  # of the loss, that were found to fit
         self._draws = False  # whether a step draws random numbers
 
@@ -180,7 +180,7 @@ class Step:
         output = output_of(model, inputs)
         return output, loss_of(output, target, self.loss)[0]
 
-    def converted_by(self, policies: Any) -> Step:
+    def under(self, policies: Any) -> Step:
         """Return a step whose model is converted by a policy, if one is asked for.
 
         Raises:
@@ -217,14 +217,14 @@ class Step:
                 "give the model that it was made of, or a view of the whole."
             )
         model: nn.Module = runner.model
-        asked = resolve(self.asked, model, (self.batches[0][0],))
+        asked = resolve(self.view_policy, model, (self.batches[0][0],))
         self.add(self.name, asked, self.model)
         if runner.graphs.replayed is None:
             self._views[str(asked)] = self.model
         return model
 
     @cached_property
-    def asked(self) -> Any:
+    def view_policy(self) -> Any:
         """The policy of the view that was given, None for a model."""
         runner = runner_of(self.model)
         return None if runner is None else runner.graphs.asked
@@ -235,7 +235,7 @@ class Step:
         runner = runner_of(self.model)
         if runner is None:
             return ""
-        return str(self.asked) if runner.graphs.replayed is None else f"{self.asked} by a plan"
+        return str(self.view_policy) if runner.graphs.replayed is None else f"{self.view_policy} by a plan"
 
     @cached_property
     def device(self) -> str:
@@ -283,16 +283,16 @@ class Step:
         if key not in self._views:
             args = self.example if isinstance(self.author, GraphModule) else (None, None)
             self._views[key] = convert(self.author, *args, policy=policy, check=False)
-            if name in self._decided:
-                runner_of(self._views[key]).graphs.costs = self._decided[name].costs
+            if name in self._colourings:
+                runner_of(self._views[key]).graphs.costs = self._colourings[name].costs
         return self._views[key]
 
     def plan(self, name: str) -> Plan:
         """Return the plan of a policy; of one that was decided on captured graphs nothing is captured for it."""
-        decided = self._decided.get(name)
-        if decided is None or name in self._views:
+        colouring = self._colourings.get(name)
+        if colouring is None or name in self._views:
             return plan_of(runner_of(self.view(name)))
-        return plan_of(runner_of(self.view(decided.base)), decided.costs, decided.policy)
+        return plan_of(runner_of(self.view(colouring.base)), colouring.costs, colouring.policy)
 
     def decide(self, name: str, base: str, policy: Policy, costs: CostModel | None = None) -> None:
         """Know a policy, under costs of its own, by what is decided on the graphs that another one has captured.
@@ -300,7 +300,7 @@ class Step:
         Steps under its name run those graphs; the model is converted by it only when its view is asked for.
         """
         if name not in self._views:
-            self._policies[name], self._decided[name] = policy, _Decided(base, policy, costs)
+            self._policies[name], self._colourings[name] = policy, _Colouring(base, policy, costs)
 
     def add(self, name: str, policy: Policy, view: nn.Module) -> None:
         """Compare a view under a name of its own."""
@@ -390,10 +390,10 @@ class Step:
         low: Any = self.policy(name).dtype
         if name.startswith(AUTOCAST):
             return self.author, lambda: torch.autocast(self.device, dtype=low)
-        decided = self._decided.get(name)
-        if decided is None or name in self._views:
+        colouring = self._colourings.get(name)
+        if colouring is None or name in self._views:
             return self.view(name), contextlib.nullcontext
-        return self.view(decided.base), lambda: run_instead(decided.run)
+        return self.view(colouring.base), lambda: run_instead(colouring.run)
 
     def _observed(
         self, batch: Batch, name: str, observer: Observer, everywhere: bool, backward: bool, scale: float
@@ -441,14 +441,14 @@ class Step:
 
     def rounding(self, name: str) -> Iterator[Site]:
         """Yield what the graphs of a policy round, in the state of the model and with gradients; nothing is run."""
-        decided, state = self._decided.get(name), (self.author.training, "grad")
-        view = self.view(name if decided is None else decided.base)
+        colouring, state = self._colourings.get(name), (self.author.training, "grad")
+        view = self.view(name if colouring is None else colouring.base)
         graphs: Graphs = runner_of(view).graphs
         for batch in () if graphs else self.unlike():  # nothing is captured yet
             self._step(view, batch, contextlib.nullcontext, backward=False)
         for known in graphs.distinct():
             if (known.state.training, known.state.grad) == state:
-                graph = known.emitted if decided is None else decided.graph(known)
+                graph = known.emitted if colouring is None else colouring.graph(known)
                 yield from self._sites_of(graph, known).rounding()
 
     def reference(self) -> tuple[str, str]:
@@ -496,7 +496,7 @@ class Step:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
             restored = stack.enter_context(self.as_before(author, self._written))
-            around = watched_graphs([model]), warnings.catch_warnings(), torch.enable_grad(), outside_of_regions()
+            around = visible_graphs([model]), warnings.catch_warnings(), torch.enable_grad(), outside_of_regions()
             for context in around:
                 stack.enter_context(context)
             warnings.simplefilter("ignore")  # of FP16 without a GradScaler: the loss is scaled here
@@ -583,7 +583,7 @@ def names_of(policies: Sequence[Any] | str) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def watched_graphs(parts: Sequence[nn.Module]) -> Iterator[None]:
+def visible_graphs(parts: Sequence[nn.Module]) -> Iterator[None]:
     """Put what a watch can see in the place of the `forward` of converted graphs."""
     changed = [(p, record["plan"]) for p in parts if isinstance(p, GraphModule) and (record := record_on(p))]
     for part, plan in changed:

@@ -374,7 +374,7 @@ def watching() -> Watch | None:
 
 @contextlib.contextmanager
 def run_instead(run: Callable[[Any, GraphModule, tuple[Any, ...]], Any]) -> Iterator[None]:
-    """Run the emitted graphs of views, and those under `watched_graphs`, by something else.
+    """Run the emitted graphs of views, and those under `visible_graphs`, by something else.
 
     Args:
         run: called with what is known of a graph, the graph as emitted, and its inputs; returns its outputs.

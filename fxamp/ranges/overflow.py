@@ -40,7 +40,7 @@ from ..capture.graphs import runner_of
 from ..census.rows import Ledger, ledgers_of, where_of
 from ..convert import converted_in
 from ..diagnose.batches import Batch
-from ..diagnose.step import Step, diagnostic, step_of, watched_graphs
+from ..diagnose.step import Step, diagnostic, step_of, visible_graphs
 from ..observe.emulation import is_fp32, raised
 from ..observe.interpret import Run
 from ..observe.snapshot import outside_of_regions
@@ -171,7 +171,7 @@ def find_overflow(
         >>> fxamp.find_overflow(view, torch.full((4, 8), 100.0), loss=torch.mean) is None
         True
     """
-    step = step_of(model_or_step, inputs, target, kwargs=kwargs, loss=loss, batches=batches).converted_by(policies)
+    step = step_of(model_or_step, inputs, target, kwargs=kwargs, loss=loss, batches=batches).under(policies)
     if step.train_step is not None and step.train_step.position:
         raise PolicyError("a window of this TrainStep is open: call flush() first.")
     scale = step.loss_scale(scale)
@@ -491,7 +491,7 @@ def _run(step: Step, batch: Batch, scale: float, forced: Iterable[_At] = (), *, 
     scale /= 1 if step.train_step is None else step.train_step.accumulate_steps
     parts = [part for _, part in converted_in(model)]
     with (
-        torch.inference_mode(False), step.as_before(model), watched_graphs(parts), torch.enable_grad(),
+        torch.inference_mode(False), step.as_before(model), visible_graphs(parts), torch.enable_grad(),
         warnings.catch_warnings(),
     ):  # fmt: skip
         warnings.filterwarnings("ignore", "FP16 gradients without a loss scale")  # the scale is known here
