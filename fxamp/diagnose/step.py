@@ -451,8 +451,9 @@ class Step:
                 graph = known.emitted if colouring is None else colouring.graph(known)
                 yield from self._sites_of(graph, known).rounding()
 
+    @cached_property
     def reference(self) -> tuple[str, str]:
-        """Return what errors are measured against, for `run`, float64 or FP32 where that does not run; and in words."""
+        """What errors are measured against, for `run`: float64, or FP32 where that does not run; and in words."""
         first = self.batches[0]
         self.run(first, FP32)  # which shows whether it draws random numbers
         try:

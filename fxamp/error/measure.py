@@ -48,7 +48,7 @@ def measure_error(
 
 def measured(step: Step, names: Sequence[str], *, values: bool = False) -> ErrorReport:
     """Measure the errors of policies; with `values` that of each node's value too, on the first batch."""
-    reference, against = step.reference()
+    reference, against = step.reference
     names = (FP32, *names)
     tallies = {name: Tally() for name in names}
     outputs: dict[str, list[list[float]]] = {name: [] for name in names}
