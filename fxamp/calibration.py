@@ -16,7 +16,6 @@ from typing import Any, get_type_hints
 
 import msgspec
 import torch
-from tabulate import tabulate
 from torch import Tensor, nn
 
 from passes.contract.errors import PlanError
@@ -26,7 +25,7 @@ from passes.contract.policy import Policy
 from passes.contract.public import public
 
 from .errors import in_short
-from .results import Result
+from .results import Result, table
 
 LARGEST = float(torch.finfo(torch.float16).max)  # 65504
 ROOM = 8.0  # a value that was seen beyond this part of the largest number may overflow on another batch
@@ -242,19 +241,10 @@ class Calibration(Result):
             proved = "" if value.bound is None else f"{value.bound:.3g}"
             shown = ["", "", ""] if gradient is None else _cells(gradient)
             rows.append([key, *_cells(value), proved, *shown, "FP32" if key in large else "FP16"])
-        head = [
-            "node",
-            "largest",
-            "% to 0",
-            "% subnormal",
-            "proved",
-            "gradient",
-            "its % to 0",
-            "its % subnormal",
-            "runs in",
-        ]
+        head = ["node", "largest", "% to 0", "% subnormal", "proved",
+                "gradient", "its % to 0", "its % subnormal", "runs in"]  # fmt: skip
         more = f"\nand {len(self.values) - _SHOWN} more in .values" if len(self.values) > _SHOWN else ""
-        return f"{repr(self)[1:-1]}\n{tabulate(rows, head, style, disable_numparse=True)}{more}"
+        return f"{repr(self)[1:-1]}\n{table(head, rows, style)}{more}"
 
     def __repr__(self) -> str:
         count = f"{len(self.values)} values, {self.batches} batches, {len(self.large)} nodes too large for FP16"

@@ -26,12 +26,14 @@ from passes.contract.policy import Policy
 from .census.census import census
 from .convert import convert, to_read
 from .measure.counts import StepCounts, window_counts
+from .observe.watch import USER_FILES
 from .report.gate.gate import check
 from .report.gate.outcomes import to_text
 from .report.reader import with_totals
 from .report.report import report
 from .train.step import TrainStep
 
+USER_FILES.add(__file__)
 BATCH, WINDOW = 32, 4  # images in a micro-batch, and micro-batches in a step
 POLICY = "O1,dtype=bf16"
 FP32, AUTOCAST, O1, O2, PER_STEP = VARIANTS = ("FP32", "torch.autocast", "fxamp O1", "fxamp O2", "fxamp O2 per_step")

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
+
+from tabulate import tabulate
 
 from passes._torch import pytree
 from passes.contract.errors import PolicyError
@@ -58,6 +60,19 @@ class Result:
     def _repr_html_(self) -> str:
         """Show the text in a notebook."""
         return as_text(str(self))
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[Any]], style: str) -> str:
+    """Return rows as text, without the columns that are empty in all of them."""
+    shown = [at for at in range(len(head)) if any(row[at] not in (None, "") for row in rows)]
+    cells = [[row[at] for at in shown] for row in rows]
+    return tabulate(cells, [head[at] for at in shown], style, disable_numparse=True, missingval="")
+
+
+def some(names: Iterable[object], most: int = 3) -> str:
+    """Return the first few names, and how many more there are."""
+    every = list(map(str, names))
+    return ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "")
 
 
 def named(rows: Mapping[str, Row], name: str, what: str) -> Row:

@@ -38,14 +38,13 @@ sys.path.insert(0, str(HERE.parent))
 
 import fxamp  # noqa: E402
 from fxamp.calibration import ROOM  # noqa: E402
-from fxamp.diagnose.step import given_step  # noqa: E402
-from fxamp.diagnose.subject import POLICIES, Subject  # noqa: E402
+from fxamp.diagnose.step import POLICIES, Step, step_of  # noqa: E402
 from fxamp.error.derivatives import Derivatives, keys_of  # noqa: E402
 from fxamp.error.estimate import estimated  # noqa: E402
 from fxamp.error.measure import measured  # noqa: E402
 from fxamp.error.report import ErrorReport, Tally, squared  # noqa: E402
 from fxamp.error.rounding import rounded  # noqa: E402
-from fxamp.observe.emulation import Site  # noqa: E402
+from fxamp.observe.emulation import Observer, Site  # noqa: E402
 from fxamp.observe.workload import floats  # noqa: E402
 from reports.architectures import BY_NAME as ARCHITECTURES  # noqa: E402
 from reports.made import made, sentence  # noqa: E402
@@ -106,8 +105,8 @@ def case(name: str, dtype: str, trained: int = 0) -> list[Row]:
     if trained:
         _train(model, loss, batch, trained)
     policies = tuple(f"{level},dtype={dtype}" for level in LEVELS)
-    subject = Subject(given_step(model, batches=_pairs(batch(i) for i in range(SEEN + OTHERS)), loss=loss))
-    whole = subject.given
+    step = step_of(model, batches=_pairs(batch(i) for i in range(SEEN + OTHERS)), loss=loss)
+    whole = step.batches
     reports = []
     for run, part in (
         (estimated, slice(SEEN)),
@@ -115,8 +114,8 @@ def case(name: str, dtype: str, trained: int = 0) -> list[Row]:
         (measured, slice(1)),
         (measured, slice(SEEN, None)),
     ):
-        subject.given = replace(whole, batches=whole.batches[part])
-        reports.append(run(subject, policies))
+        step.batches = whole[part]
+        reports.append(run(step, policies))
     return [
         _row(name, level, dtype, trained, [r[policy] for r in reports], reports[-1])
         for level, policy in zip(LEVELS, policies, strict=True)
@@ -173,12 +172,12 @@ def tuned(name: str, times: float | None) -> Row:
 def attributed(name: str) -> list[Row]:
     """Return the root of the sum of what nodes add to the variance of the gradients, beside the error as a whole."""
     model, loss, batch = given(name)
-    subject = Subject(given_step(model, batches=_pairs(batch(i) for i in range(ATTRIBUTED)), loss=loss))
-    derived, rows = Derivatives(subject, "O2,dtype=bf16", most=ATTRIBUTED), []
+    step = step_of(model, batches=_pairs(batch(i) for i in range(ATTRIBUTED)), loss=loss)
+    derived, rows = Derivatives(step, "O2,dtype=bf16", most=ATTRIBUTED), []
     for level in LEVELS:
         policy = f"{level},dtype=bf16"
-        whole = estimated(subject, (policy,))[policy]
-        mean = sum(derived.gradients(map(keys_of, subject.rounding(policy)))) / (ATTRIBUTED * len(whole.parameters))
+        whole = estimated(step, (policy,))[policy]
+        mean = sum(derived.gradients(map(keys_of, step.rounding(policy)))) / (ATTRIBUTED * len(whole.parameters))
         rows.append({"model": name, "level": level, "sum": mean**0.5, "whole": whole.per_parameter})
     return rows
 
@@ -191,20 +190,20 @@ def three(name: str) -> list[Row]:
     and rounded again.
     """
     model, loss, batch = given(name)
-    subject = Subject(given_step(model, batches=_pairs(batch(i) for i in range(SEEN)), loss=loss))
+    step = step_of(model, batches=_pairs(batch(i) for i in range(SEEN)), loss=loss)
     o1, fp16 = "O1,dtype=bf16", "O1,dtype=fp16"
-    known = {policy: estimated(subject, (policy,))[policy] for policy in (o1, fp16)}
-    scale = max(subject.scale(fp16) / ROOM, 1.0)
-    ranges = fxamp.calibrate(model, batches=subject.given.batches, loss=loss, scale=scale, policy=o1)
+    known = {policy: estimated(step, (policy,))[policy] for policy in (o1, fp16)}
+    scale = max(step.scale(fp16) / ROOM, 1.0)
+    ranges = fxamp.calibrate(model, batches=step.batches, loss=loss, scale=scale, policy=o1)
     fits = {
         key for key, held in ranges.values.items()
         if held.fits and (key not in ranges.gradients or replace(
             ranges.gradients[key], largest=(ranges.gradients[key].largest or math.inf) * scale).fits)
     }  # fmt: skip
-    mixed = _Mixed(subject, fits)
+    mixed = _Mixed(step, fits)
     tally, norms = Tally(), dict[str, float]()
-    for b in subject.given.batches:
-        plain = subject.emulated(o1, b, lambda _, value: value)
+    for b in step.batches:
+        plain = step.run(b, o1, Observer())
         squared(plain.gradients, norms)
         tally.add(0.0, mixed.run(o1, b, scale).gradients, plain.gradients, 2.0)
     errors = tally.errors("fp16+bf16", norms)
@@ -223,15 +222,15 @@ class _Mixed:
     """Steps that round at random to FP16 at some nodes, and to BF16 at others.
 
     Args:
-        subject: the model.
+        step: the model.
         fits: the keys of the nodes that are FP16.
 
     Attributes:
         low: the keys of the nodes that give 16 bits.
     """
 
-    def __init__(self, subject: Subject, fits: set[str]) -> None:
-        self._subject, self._fits, self._generator = subject, fits, torch.Generator()
+    def __init__(self, step: Step, fits: set[str]) -> None:
+        self._step, self._fits, self._generator = step, fits, torch.Generator()
         self.low: set[str] = set()
         self._reads: set[tuple[str, str]] = set()  # the keys of readers and of what they read
 
@@ -254,7 +253,7 @@ class _Mixed:
             value = rounded(value, mine, self._generator, forward=False)
             return rounded(value, other, self._generator) if reader in self.low and mine != other else value
 
-        return self._subject.emulated(name, batch, at, read=read, scale=scale)
+        return self._step.run(batch, name, Observer(at, read), scale=scale)
 
     def casts(self, fits: set[str]) -> int:
         """Return how many casts of values forward makes that 16-bit nodes read, a value once for each dtype."""
@@ -281,16 +280,16 @@ def cost() -> list[Row]:
     model = BertForMaskedLM(BertConfig(vocab_size=4096, **sizes)).eval()
     ids = torch.randint(0, 4096, (4, 64))
     batch = {"input_ids": ids, "labels": ids}
-    subject = Subject(given_step(model, batch))
+    step = step_of(model, batch)
 
     def plain() -> None:
         model.zero_grad()
         model(**batch).loss.backward()
 
     runs: dict[str, Callable[[], Any]] = {
-        "plain": plain, "loss": partial(estimated, subject, POLICIES, gradients=False),
-        "with gradients": partial(estimated, subject, POLICIES),
-        "with nodes": partial(estimated, subject, POLICIES, gradients="nodes"),
+        "plain": plain, "loss": partial(estimated, step, POLICIES, gradients=False),
+        "with gradients": partial(estimated, step, POLICIES),
+        "with nodes": partial(estimated, step, POLICIES, gradients="nodes"),
     }  # fmt: skip
     taken: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(6):

@@ -131,21 +131,19 @@ class Graph:
     kept: Any = None
     written: tuple[int, ...] = ()
 
-    def under(self, costs: CostModel | None) -> Plan:
-        """Return what is decided under other costs; None for the plan that is carried out."""
-        if costs is None or self.described is None:
-            return self.plan
-        return self.described.compile(copied(self.described.graph), costs=costs)
+    def under(self, costs: CostModel | None, policy: Policy | None = None) -> Plan:
+        """Return what is decided under other costs, and by another policy; None for those that are carried out."""
+        return self.plan if costs is None and policy is None else self.decided(policy, costs)[1]
 
-    def decided(self, policy: Policy, costs: CostModel | None) -> GraphModule:
-        """Return the graph that is emitted by another policy of the same dtype and device, under other costs."""
+    def decided(self, policy: Policy | None, costs: CostModel | None) -> tuple[GraphModule, Plan]:
+        """Return the graph and the plan of another policy, of the same dtype and device, under other costs."""
         if self.described is None:
-            return self.emitted
+            return self.emitted, self.plan
         settled, gm = self.described.policy, copied(self.described.graph)
-        asked = replace(policy, dtype=settled.dtype, device=settled.device)
-        replace(self.described, policy=asked).compile(gm, costs=costs)
+        asked = settled if policy is None else replace(policy, dtype=settled.dtype, device=settled.device)
+        plan = replace(self.described, policy=asked).compile(gm, costs=costs)
         gm.recompile()
-        return gm
+        return gm, plan
 
     @property
     def places(self) -> tuple[int, ...]:

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, field
 from types import CodeType
 from typing import Any, Literal
 
-from tabulate import tabulate
 from torch import nn
 
 from passes.contract.errors import PolicyError, VerificationError
@@ -24,10 +23,10 @@ from passes.graph.values import LOW_DTYPES
 from .._torch import compiled_call, original_of
 from ..capture.graphs import runner_of
 from ..convert import converted_in
-from ..diagnose.step import converted_by, given_step, watched_graphs
+from ..diagnose.step import diagnostic, step_of, visible_graphs
 from ..observe.watch import Watch
 from ..observe.workload import Loss
-from ..results import Result
+from ..results import Result, some, table
 from .differences import (
     Compiled,
     Difference,
@@ -38,7 +37,7 @@ from .differences import (
     of_products,
 )
 from .rows import Row, ledgers_of, planned_rows, rows_of, where_of
-from .step import Scaling, Step, run, scaling_differences, scaling_of
+from .step import Observation, Scaling, observe
 
 _SHOWN = 20  # differences in the text
 _LOW = tuple(map(dtype_name, LOW_DTYPES))
@@ -124,23 +123,22 @@ class Census(Result):
         whole = sum(row.flops for row in self.ran)
         if not whole:
             return "no product ran"
-        rest = [f"{where} {100 * n / whole:.1f} %" for where, n in flops.most_common(3)]
+        rest = some(f"{where} {100 * n / whole:.1f} %" for where, n in flops.most_common())
         kept = self.planned is not None and all(r.graph >= 0 and (r.graph, r.where) not in wrong for r in wide)
         planned = ", as planned" if kept else ""
-        more = f" and {len(flops) - 3} more" if len(flops) > 3 else ""
-        why = f"; in FP32{planned}: {', '.join(rest)}{more}" if rest else ""
+        why = f"; in FP32{planned}: {rest}" if rest else ""
         return f"{100 * (1 - sum(flops.values()) / whole):.1f} % of FLOPs in 16 bits{why}"
 
     def _text(self, style: str) -> str:
         whole = sum(row.flops for row in self.ran)
-        table = []
+        counts = []
         for dtype in sorted({row.dtype for row in self.ran if not row.casts}):
             rows = [row for row in self.ran if row.dtype == dtype and not row.casts]
             flops = sum(row.flops for row in rows)
             products = sum(row.count for row in rows if row.product)
             others = sum(row.count for row in rows if not row.product)
-            table.append((dtype, products, f"{flops / 1e9:.3g}", f"{100 * flops / (whole or 1):.1f}", others))
-        shown = tabulate(table, ("dtype", "products", "GFLOP", "% of FLOPs", "other ops"), style, disable_numparse=True)
+            counts.append((dtype, products, f"{flops / 1e9:.3g}", f"{100 * flops / (whole or 1):.1f}", others))
+        shown = table(("dtype", "products", "GFLOP", "% of FLOPs", "other ops"), counts, style)
         megabytes = sum(row.cast_bytes for row in self.ran) / 1e6
         casts = f"casts of the step: {sum(row.casts for row in self.ran)}, {megabytes:.3g} MB"
         planned = "no plan" if self.share is None else f"as planned: {100 * self.share:.1f} % of FLOPs"
@@ -164,6 +162,7 @@ class Census(Result):
         return f"<fxamp census of {self.name}: {planned}, {sum(r.count for r in self.ran)} ops ran, {found}>"
 
 
+@diagnostic
 def census(
     model_or_step: Any, inputs: Any = None, target: Any = None, *, kwargs: Mapping[str, Any] | None = None,
     loss: Loss = None, batches: Iterable[Any] | None = None, policies: Policy | str | None = None,
@@ -176,17 +175,11 @@ def census(
     what is stored, loaded and multiplied in which dtype. What other compilers' kernels do inside cannot be seen; the
     products that they call are.
 
+    Of a TrainStep one window is run, with its optimizer; of several batches, a step of each. Without a loss it is the
+    mean of the float outputs. For a module that nobody converted, what ran is listed: call it under `torch.autocast` as
+    you train.
+
     Args:
-        model_or_step: A view, a converted graph, a compiled or any other module, or a TrainStep, of which one window is
-            run, with its optimizer. For a module nobody converted, what ran is listed: call it under
-            `torch.autocast` as you train.
-        inputs: A tensor or a tuple for `model(*inputs)`, or a mapping for `model(**inputs)`, with the shapes that the
-            model takes.
-        target: The second argument of the loss.
-        kwargs: Keyword inputs beside positional ones.
-        loss: A function of the output, or, with a target, of output and target. None takes the output's loss, or the
-            mean of its float outputs. A TrainStep brings its own.
-        batches: Inputs, or pairs (inputs, target), in the place of `inputs`: a step of each.
         policies: Convert the model by this policy first; of a module that nobody converted.
 
     Raises:
@@ -200,28 +193,28 @@ def census(
         >>> {row.dtype for row in found.ran if row.product}
         {'bfloat16'}
     """
-    given = converted_by(given_step(model_or_step, inputs, target, kwargs=kwargs, loss=loss, batches=batches), policies)
-    parts = converted_in(given.model)
-    with watched_graphs([part for _, part in parts]):
-        step = run(given)
-    return census_of(given.model, dict(parts), step)
+    step = step_of(model_or_step, inputs, target, kwargs=kwargs, loss=loss, batches=batches).under(policies)
+    parts = converted_in(step.model)
+    with visible_graphs([part for _, part in parts]):
+        observation = observe(step)
+    return census_of(step.model, dict(parts), observation)
 
 
-def census_of(model: nn.Module, parts: Mapping[str, nn.Module], step: Step) -> Census:
+def census_of(model: nn.Module, parts: Mapping[str, nn.Module], observation: Observation) -> Census:
     """Return what was seen in a step of a model, compared with the plans of its parts: views and graphs, by path."""
-    watch = step.watch
+    watch = observation.watch
     ledgers = ledgers_of(watch)
     rows = rows_of(watch, ledgers)
     views = {path: runner for path, part in parts.items() if (runner := runner_of(part)) is not None}
     whole = not parts and bool(ledgers)
-    scaling = scaling_of(step, rows)
+    scaling = observation.scaling(rows)
     has_plan = bool(parts) or whole or any("fxamp" in str(compiled_call(m)) for m in model.modules())
     if has_plan:
         found = differences_of(watch, ledgers, views, whole)
         found += [d for ledger in ledgers for d in compiled_otherwise(ledger)]
     else:
         found = odd_products(watch, {seen: where_of(seen.place, ledgers) for seen in watch.sums})
-    found += scaling_differences(scaling, step)
+    found += observation.scaling_differences(scaling)
     unseen = [
         f"graph {ledger.number} ran as compiled by {ledger.ran.by}: inside its kernels the dtypes of "
         f"{len(ledger.decisions)} nodes cannot be seen; the products that it called are compared"
@@ -238,7 +231,7 @@ def census_of(model: nn.Module, parts: Mapping[str, nn.Module], step: Step) -> C
     return Census(
         name=type(original_of(model) or model).__name__, policy=next(iter(policies), ""),
         planned=planned_rows(ledgers) if has_plan else None, ran=rows, differences=tuple(found), scaling=scaling,
-        notes=(*step.notes, *unseen), compiled=tuple(c for c in map(compiled_of, ledgers) if c is not None),
+        notes=(*observation.notes, *unseen), compiled=tuple(c for c in map(compiled_of, ledgers) if c is not None),
     )  # fmt: skip
 
 
@@ -289,10 +282,10 @@ class CallCensus:
         """
         parts = converted_in(step.model)
         watch = Watch(step.model, frame)
-        with watched_graphs([part for _, part in parts]), watch:
+        with visible_graphs([part for _, part in parts]), watch:
             yield
         self._graphs = self._captured()
-        self.last = found = census_of(step.model, dict(parts), Step(watch, (), step.scaler, ended=False))
+        self.last = found = census_of(step.model, dict(parts), Observation(watch, (), step.scaler, ended=False))
         if found.differences:
             listed = "".join(f"\n  {d}" for d in found.differences[:5])
             text = f"{found.name}: {len(found.differences)} differences between what ran and the plan:{listed}"

@@ -7,7 +7,7 @@ A watch sees converted graphs that are modules too: each runs node by node meanw
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 
 from passes.contract.errors import PolicyError
 
-from ..diagnose.step import GivenStep
+from ..diagnose.step import Step
 from ..observe.snapshot import outside_of_regions, same_objects, same_random_state
 from ..observe.watch import Watch
 from ..observe.workload import copies, loss_of, output_of
@@ -26,7 +26,7 @@ _FORWARD_ALONE = "only the forward ran: the loss requires no gradient"
 
 
 @dataclass(frozen=True)
-class Step:
+class Observation:
     """One step that was watched.
 
     Attributes:
@@ -43,46 +43,60 @@ class Step:
     skipped: bool = False
     ended: bool = True
 
+    def scaling(self, rows: Iterable[Row]) -> Scaling:
+        """Return the facts of loss scaling."""
+        low = any(row.phase == "backward" and "float16" in row.operands for row in rows)
+        scaler = "" if self.scaler is None else "enabled" if self.scaler.is_enabled() else "disabled"
+        return Scaling(low, scaler, self.watch.scaled and scaler != "disabled", self.watch.unscaled, self.skipped)
 
-def run(given: GivenStep) -> Step:
+    def scaling_differences(self, scaling: Scaling) -> Iterator[Difference]:
+        """Yield what of the scaling of a TrainStep is wrong; of a model alone the loop is not known."""
+        if self.scaler is not None and scaling.low_gradients and not scaling.scaled:
+            why = "gradients below 6e-8 become zero; give the TrainStep a LossScaler that is enabled"
+            yield Difference("scaling", "loss", "scaled", f"unscaled, with a scaler that is {scaling.scaler}", why)
+        if self.scaler is not None and self.ended and scaling.scaled and not scaling.skipped and not scaling.unscaled:
+            yield Difference("scaling", "gradients", "unscaled once", "scaled gradients into the optimizer")
+
+
+def observe(step: Step) -> Observation:
     """Run and watch a step of each batch: of a model, or of a TrainStep a window of one micro-batch.
 
     Raises:
         PolicyError: the inputs are of another kind, there is nothing to make a loss of, or the window of a TrainStep is
             open.
     """
-    return _of_model(given) if given.step is None else _of_step(given.step, given)
+    return _of_model(step) if step.train_step is None else _of_train_step(step.train_step, step)
 
 
-def _of_model(given: GivenStep) -> Step:
-    watch, said = Watch(given.model, _of_model.__code__), list[str]()
+def _of_model(step: Step) -> Observation:
+    watch, said = Watch(step.model, _of_model.__code__), list[str]()
     torch.clear_autocast_cache()  # of the caller's region: a step of a loop begins with none
-    for batch in given.batches:
+    for batch in step.batches:
         inputs, target = copies(batch)
-        with given.as_before(given.model), watch:
-            loss, notes = loss_of(output_of(given.model, inputs), target, given.loss, any_will_do=True)
+        with step.as_before(step.model), watch:
+            loss, notes = loss_of(output_of(step.model, inputs), target, step.loss, any_will_do=True)
             if loss.requires_grad:
                 with outside_of_regions():
                     loss.backward()
         said += notes if loss.requires_grad else (*notes, _FORWARD_ALONE)
-    return Step(watch, tuple(dict.fromkeys(said)))
+    return Observation(watch, tuple(dict.fromkeys(said)))
 
 
-def _of_step(step: Any, given: GivenStep) -> Step:
+def _of_train_step(train_step: Any, step: Step) -> Observation:
     """Run windows of a TrainStep, with its optimizer, and give back all that it has written."""
-    if step.position:
+    if train_step.position:
         raise PolicyError("a window of this TrainStep is open: call flush() before a census.")
-    watch, skipped = Watch(step.model, _of_step.__code__), False
-    for batch in given.batches:
+    watch, skipped = Watch(step.model, _of_train_step.__code__), False
+    for batch in step.batches:
         inputs, target = copies(batch)
-        with same_random_state(), same_objects(step.written()):
+        with same_random_state(), same_objects(train_step.written()):
             with watch:
-                result = step(inputs, target)
+                result = train_step(inputs, target)
                 if result.reason == "accumulating":
-                    result = step.flush()
+                    result = train_step.flush()
             skipped |= result.reason == "overflow"
-            scaler = step.scaler
-    return Step(watch, (), scaler, skipped)
+            scaler = train_step.scaler
+    return Observation(watch, (), scaler, skipped)
 
 
 @dataclass(frozen=True)
@@ -110,23 +124,3 @@ class Scaling:
         scaler = f"the scaler is {self.scaler}" if self.scaler else "no scaler was seen"
         after = ", the step was skipped: gradients were not finite" if self.skipped else ""
         return f"gradients in FP16; {scaler}; {loss}; gradients were unscaled {self.unscaled} times{after}"
-
-
-def scaling_of(step: Step, rows: Iterable[Row]) -> Scaling:
-    """Return the facts of loss scaling of a step."""
-    low = any(row.phase == "backward" and "float16" in row.operands for row in rows)
-    scaler = "" if step.scaler is None else "enabled" if step.scaler.is_enabled() else "disabled"
-    return Scaling(low, scaler, step.watch.scaled and scaler != "disabled", step.watch.unscaled, step.skipped)
-
-
-def scaling_differences(scaling: Scaling, step: Step) -> list[Difference]:
-    """Return what of the scaling of a TrainStep is wrong; of a model alone the loop is not known."""
-    if step.scaler is None:
-        return []
-    found = []
-    if scaling.low_gradients and not scaling.scaled:
-        why = "gradients below 6e-8 become zero; give the TrainStep a LossScaler that is enabled"
-        found.append(Difference("scaling", "loss", "scaled", f"unscaled, with a scaler that is {scaling.scaler}", why))
-    if step.ended and scaling.scaled and not scaling.skipped and not scaling.unscaled:
-        found.append(Difference("scaling", "gradients", "unscaled once", "scaled gradients into the optimizer"))
-    return found

@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from tabulate import tabulate
 
 from passes.contract.errors import FxampError, PolicyError
 from passes.contract.plan import Plan
@@ -28,15 +27,14 @@ from passes.contract.public import public
 from passes.graph.values import no_autocast
 
 from ..convert import convert, plan_of
-from ..diagnose.step import Batch, given_step
-from ..diagnose.subject import AUTOCAST, FP32, POLICIES, Subject, named
+from ..diagnose.batches import Batch
+from ..diagnose.step import AUTOCAST, FP32, POLICIES, Step, diagnostic, names_of, step_of
 from ..error.estimate import estimated
 from ..error.measure import measured
 from ..error.report import Errors
 from ..measure.counts import laps, saved_bytes
 from ..observe.workload import Loss
-from ..results import Result
-from ..results import named as named_row
+from ..results import Result, named, table
 from .tune import Search
 
 TUNED = "tuned"
@@ -110,7 +108,7 @@ class Comparison(Result):
         Raises:
             PolicyError: There is none of this name.
         """
-        return named_row({option.name: option for option in self.options}, name, "comparison")
+        return named({option.name: option for option in self.options}, name, "comparison")
 
     def _data(self) -> dict[str, Any]:
         data = asdict(replace(self, plan=None))
@@ -131,11 +129,11 @@ class Comparison(Result):
             ]
             for o in self.options
         ]  # fmt: skip
-        table = tabulate(rows, head, style, disable_numparse=True)
         said = "".join(f"\nnote: {note}" for note in self.notes)
-        return f"{table}\n\n{self.name}: {self.recommended}: {self.reason}{said}\n"
+        return f"{table(head, rows, style)}\n\n{self.name}: {self.recommended}: {self.reason}{said}\n"
 
 
+@diagnostic
 def compare(
     model_or_step: Any, inputs: Any = None, target: Any = None, *, kwargs: Mapping[str, Any] | None = None,
     loss: Loss = None, batches: Iterable[Any] | None = None, policies: Sequence[str] | str | None = None,
@@ -146,18 +144,10 @@ def compare(
     It is the fastest of those whose error of the gradient is at most twice autocast's. Of those that are equally fast,
     within 3 % or the noise, it is the one with the smallest error, and then with the fewest bytes cast. FP32 it is
     where none is faster than FP32. Graphs run in eager mode; with Inductor, or with weights cast once a step, times
-    differ. Everything is as before afterwards.
+    differ. Give real sizes, since they decide on times; the first batch is timed, and errors are measured over all.
+    Everything is as before afterwards.
 
     Args:
-        model_or_step: A model, a view of the whole model, or a TrainStep.
-        inputs: A tensor or a tuple for `model(*inputs)`, or a mapping for `model(**inputs)`, with the shapes that the
-            model takes: real sizes, since they decide on times.
-        target: The second argument of the loss.
-        kwargs: Keyword inputs beside positional ones.
-        loss: A function of the output, or, with a target, of output and target. None takes the output's own loss. A
-            TrainStep brings its own.
-        batches: Inputs, or pairs (inputs, target), in the place of `inputs`: the first is timed, and errors are
-            measured over all.
         policies: Policy strings beside FP32 and autocast; None is O1, O2, O3 and the plan that `tune` finds. The dtype
             that the first of them names is that of all; else it is that of the view, or of autocast on the device.
         dtype: "fp16" or "bf16", where policies are left out.
@@ -172,65 +162,63 @@ def compare(
         >>> [option.name for option in found.options][:5], found.reason[:20], found.notes
         (['FP32', 'autocast', 'O1', 'O2', 'O3'], 'leave it in FP32: th', ...)
     """
-    given = given_step(model_or_step, inputs, target, kwargs=kwargs, loss=loss, batches=batches)
+    step = step_of(model_or_step, inputs, target, kwargs=kwargs, loss=loss, batches=batches)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "FP16 gradients without a loss scale")  # that is what is measured
-        return _compared(Subject(given), None if policies is None else named(policies), dtype)
+        return _compared(step, None if policies is None else names_of(policies), dtype)
 
 
-def _compared(subject: Subject, asked: Sequence[str] | None, dtype: str | None) -> Comparison:
-    given = subject.given
-    own = subject.own if asked is None else Policy.of(asked[0]) if asked else None
+def _compared(step: Step, asked: Sequence[str] | None, dtype: str | None) -> Comparison:
+    own = step.view_policy if asked is None else Policy.of(asked[0]) if asked else None
     low = dtype or ("" if own is None or own.dtype is None else SHORT[own.dtype])
     suffix = f",dtype={low}" if low else ""
     levels = {name: name + suffix for name in POLICIES} if asked is None else {name: name for name in asked}
     names = {AUTOCAST: AUTOCAST + suffix, **levels}
     predictable = tuple(names.values())
-    notes = _with_tuned(subject, names, suffix) if asked is None else ()
-    batch = given.batches[0]
-    times = _times(subject, [FP32, *names.values()], batch)
-    errors = {e.policy: e for e in measured(subject, tuple(names.values())).policies}
-    predicted = {e.policy: e for e in estimated(subject, predictable).policies} if subject.parameters else {}
+    notes = _with_tuned(step, names, suffix) if asked is None else ()
+    batch = step.batches[0]
+    times = _times(step, [FP32, *names.values()], batch)
+    errors = {e.policy: e for e in measured(step, tuple(names.values())).policies}
+    predicted = {e.policy: e for e in estimated(step, predictable).policies} if step.parameters else {}
     options = [
-        _option(short, subject, name, batch, times[name], errors[name], predicted.get(name))
+        _option(short, step, name, batch, times[name], errors[name], predicted.get(name))
         for short, name in {FP32: FP32, **names}.items()
     ]
     recommended, reason = choose(options)
-    plan = None if recommended in (FP32, AUTOCAST) else plan_of(subject.view(names[recommended]))
-    return Comparison(type(subject.model).__name__, tuple(options), recommended, reason, plan, notes)
+    plan = None if recommended in (FP32, AUTOCAST) else plan_of(step.view(names[recommended]))
+    return Comparison(type(step.author).__name__, tuple(options), recommended, reason, plan, notes)
 
 
-def _with_tuned(subject: Subject, names: dict[str, str], suffix: str) -> tuple[str, ...]:
+def _with_tuned(step: Step, names: dict[str, str], suffix: str) -> tuple[str, ...]:
     """Add the plan that `tune` finds at autocast's error, unless it is that of O1 or of O2; return notes."""
-    given = subject.given
     try:
-        plan = Search(subject, f"O2{suffix}").plan(AUTOCAST)
+        plan = Search(step, f"O2{suffix}").plan(AUTOCAST)
     except FxampError as error:
         return (f"tune: {error}",)
     colours = {(d.key, d.colour) for d in plan.decisions}
     for level in ("O1", "O2"):
-        subject.real(names[level], given.batches[0])  # captured here
-        if {(d.key, d.colour) for d in plan_of(subject.view(names[level])).decisions} == colours:
+        step.run(step.batches[0], names[level])  # captured here
+        if {(d.key, d.colour) for d in plan_of(step.view(names[level])).decisions} == colours:
             return (f"tune at autocast's error finds {level}",)
     names[TUNED] = TUNED
-    subject.add(TUNED, plan.policy, convert(subject.model, plan=plan, check=False))
+    step.add(TUNED, plan.policy, convert(step.author, plan=plan, check=False))
     return ()
 
 
-def _times(subject: Subject, names: Sequence[str], batch: Batch) -> dict[str, tuple[float, float]]:
+def _times(step: Step, names: Sequence[str], batch: Batch) -> dict[str, tuple[float, float]]:
     """Return the median seconds of a step of each, and the half width of the 95 % interval.
 
     Rounds are compared one by one: each time is taken as a ratio to that of FP32 in the same round.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(subject.given.as_before(subject.model))
+        stack.enter_context(step.as_before(step.author))
         stack.enter_context(torch.enable_grad())
-        steps = {name: _step(subject, name, batch) for name in names}
-        for step in steps.values():
-            step()  # captured here
+        steps = {name: _timed(step, name, batch) for name in names}
+        for run in steps.values():
+            run()  # captured here
         begun = time.perf_counter()
-        for step in steps.values():
-            step()
+        for run in steps.values():
+            run()
         once = time.perf_counter() - begun
         rounds = max(_ROUNDS[0], min(_ROUNDS[1], int(_SECONDS / once)))
         taken = laps(steps, range(rounds))
@@ -244,31 +232,31 @@ def _times(subject: Subject, names: Sequence[str], batch: Batch) -> dict[str, tu
     return found
 
 
-def _step(subject: Subject, name: str, batch: Batch) -> Callable[[], None]:
+def _timed(step: Step, name: str, batch: Batch) -> Callable[[], None]:
     """Return a function that runs forward, loss and backward; gradients are dropped."""
-    forward = subject.forward(name, batch)
+    forward = step.forward(name, batch)
 
-    def step() -> None:
+    def run() -> None:
         loss = forward()
         if loss.requires_grad:
             with no_autocast():
                 loss.backward()
-        for p in subject.model.parameters():
+        for p in step.author.parameters():
             p.grad = None
 
-    return step
+    return run
 
 
 def _option(
-    short: str, subject: Subject, name: str, batch: Batch, timed: tuple[float, float], errors: Errors,
+    short: str, step: Step, name: str, batch: Batch, timed: tuple[float, float], errors: Errors,
     predicted: Errors | None,
 ) -> Option:  # fmt: skip
-    with subject.given.as_before(subject.model), torch.enable_grad():
-        saved = saved_bytes(subject.forward(name, batch))
+    with step.as_before(step.author), torch.enable_grad():
+        saved = saved_bytes(step.forward(name, batch))
     return Option(
         short, *timed, errors.casts or 0, errors.cast_bytes or 0, saved, errors.loss, errors.per_parameter,
         None if predicted is None else predicted.loss, None if predicted is None else predicted.per_parameter,
-        subject.skips(name) if math.isfinite(errors.gradient) else _MOST_SKIPPED + 1,
+        step.skips(name) if math.isfinite(errors.gradient) else _MOST_SKIPPED + 1,
     )  # fmt: skip
 
 

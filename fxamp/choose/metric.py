@@ -19,28 +19,28 @@ from passes.contract.plan import Plan
 from passes.contract.policy import Policy
 
 from ..convert import convert, plan_of
-from ..diagnose.subject import Subject
+from ..diagnose.step import Step
 from ..error.variances import moved_by
 from ..observe.workload import as_before
 
 _MORE = 6  # runs beside those of the bisection, and the first two
 
 
-def under_bound(subject: Subject, policy: Any, metric: Callable[[Any], Any], bound: float) -> Plan:
+def under_bound(step: Step, policy: Any, metric: Callable[[Any], Any], bound: float) -> Plan:
     """Return the plan of a small set of nodes that, run in FP32, bring a metric under a bound; see `fxamp.tune`."""
     if not callable(metric):
         raise PolicyError(f"metric= is a function of a view that returns a number, not {type(metric).__name__}.")
     if not isinstance(bound, (int, float)) or isinstance(bound, bool) or not math.isfinite(bound):
         raise PolicyError(f"bound is a finite number, not {bound!r}.")
-    return _Search(subject, policy, metric, float(bound)).plan()
+    return _Minimum(step, policy, metric, float(bound)).plan()
 
 
-class _Search:
+class _Minimum:
     """The search for one set; it knows what was measured."""
 
-    def __init__(self, subject: Subject, policy: Policy | str | None, metric: Callable[[Any], Any], bound: float):
-        asked = subject.policy(str(policy or subject.own or "O1"))
-        self._subject, self._policy, self._metric, self._bound = subject, asked, metric, bound
+    def __init__(self, step: Step, policy: Policy | str | None, metric: Callable[[Any], Any], bound: float):
+        asked = step.policy(str(policy or step.view_policy or "O1"))
+        self._step, self._policy, self._metric, self._bound = step, asked, metric, bound
         self._known: dict[frozenset[str], tuple[float, Plan]] = {}
 
     def plan(self) -> Plan:
@@ -81,10 +81,10 @@ class _Search:
         key = frozenset(fp32)
         if key not in self._known:
             ops = {**dict(self._policy.ops), **dict.fromkeys(fp32, "fp32")}
-            model = self._subject.model
+            model = self._step.author
             with as_before(model):
                 asked = replace(self._policy, ops=tuple(ops.items()))
-                view = convert(model, *self._subject.given.example, policy=asked, check=False)
+                view = convert(model, *self._step.example, policy=asked, check=False)
                 plan = plan_of(view)
                 self._known[key] = _number(self._metric(view)), plan
         return self._known[key]
@@ -94,7 +94,7 @@ class _Search:
         low = [d.key for d in self._measured(())[1].decisions if d.colour in ("float16", "bfloat16")]
         moved: dict[str, float] = {}
         try:
-            for one in moved_by(self._subject, str(self._policy)):
+            for one in moved_by(self._step, str(self._policy)):
                 moved[one.site.key] = moved.get(one.site.key, 0.0) + one.square
         except FxampError:  # there is no loss
             moved = {}

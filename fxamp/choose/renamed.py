@@ -2,62 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
-from typing import Any
-
-from passes.contract.plan import Plan
+from typing import Any, TypeVar
 
 from ..error.measure import measure_error
-from ..error.report import ErrorReport
-from .compare import Comparison, compare
+from .compare import compare
 from .tune import tune
 
-
-def verify(*args: Any, **kwargs: Any) -> ErrorReport:
-    """Call `fxamp.measure_error`, which this was the name of; the loss is a tensor of one element.
-
-    Example:
-        >>> import warnings
-        >>> with warnings.catch_warnings():
-        ...     warnings.simplefilter("ignore", DeprecationWarning)
-        ...     found = fxamp.verify(model, x, y, loss=nn.functional.cross_entropy, policies="O1")
-        >>> found.measured
-        True
-    """
-    _warn("verify", "measure_error")
-    return measure_error(*args, **kwargs)
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-def advise(*args: Any, **kwargs: Any) -> Comparison:
-    """Call `fxamp.compare`, which this was the name of; the loss is a tensor of one element.
+def _before(name: str, function: F, now: str, *needs: str) -> F:
+    """Return a function under the name that it had before; of one that was another one then, with what that needs."""
 
-    Example:
-        >>> import warnings
-        >>> with warnings.catch_warnings():
-        ...     warnings.simplefilter("ignore", DeprecationWarning)
-        ...     found = fxamp.advise(model, x, y, loss=nn.functional.cross_entropy, dtype="bf16")
-        >>> found["O1"].casts > 0
-        True
-    """
-    _warn("advise", "compare")
-    return compare(*args, **kwargs)
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        warnings.warn(f"fxamp.{name} is now fxamp.{now}; the old name goes after 0.2.", DeprecationWarning, 2)
+        if missing := [key for key in needs if key not in kwargs]:
+            raise TypeError(f"{name}() needs {' and '.join(f'{key}=' for key in missing)}")
+        return function(*args, **kwargs)
 
-
-def bisect(*args: Any, metric: Callable[[Any], Any], bound: float, **kwargs: Any) -> Plan:
-    """Call `fxamp.tune` with a metric, a number or a tensor of one element, and a bound; this was the name of that.
-
-    Example:
-        >>> import warnings
-        >>> with warnings.catch_warnings():
-        ...     warnings.simplefilter("ignore", DeprecationWarning)
-        ...     plan = fxamp.bisect(model, x, metric=lambda view: 0.0, bound=1.0)
-        >>> plan.policy.level.value
-        'O1'
-    """
-    _warn("bisect", "tune(metric=, bound=)")
-    return tune(*args, metric=metric, bound=bound, **kwargs)
+    call.__name__ = call.__qualname__ = name
+    return call  # type: ignore[return-value]
 
 
-def _warn(before: str, now: str) -> None:
-    warnings.warn(f"fxamp.{before} is now fxamp.{now}; the old name goes after 0.2.", DeprecationWarning, stacklevel=3)
+verify = _before("verify", measure_error, "measure_error")
+advise = _before("advise", compare, "compare")
+bisect = _before("bisect", tune, "tune(metric=, bound=)", "metric", "bound")

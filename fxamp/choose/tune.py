@@ -22,9 +22,7 @@ from passes.contract.errors import PolicyError
 from passes.contract.plan import CERTIFICATE, Plan
 from passes.contract.policy import Level, Policy
 
-from ..convert import plan_of
-from ..diagnose.step import given_step, one_policy
-from ..diagnose.subject import AUTOCAST, Subject
+from ..diagnose.step import AUTOCAST, Step, diagnostic, one_policy, step_of
 from ..error.derivatives import Derivatives, keys_of
 from ..error.measure import measured
 from ..error.report import Errors
@@ -39,6 +37,7 @@ _DRAW = 0.05  # how far off an error is that was measured on one batch, as a par
 _STEPS, _CUTS = 5, 3  # of a bisection; how many cuts are measured
 
 
+@diagnostic
 def tune(
     model_or_step: Any, inputs: Any = None, target: Any = None, *, kwargs: Mapping[str, Any] | None = None,
     loss: Loss = None, batches: Iterable[Any] | None = None, policies: Policy | str | None = None,
@@ -51,20 +50,13 @@ def tune(
     batches given. Compared are O1, the same with one copy of each value (`share_casts=storage`), O2, and what lies
     between them: minimum cuts in which each rounding is charged with the error that it makes, to first order. Matrix
     products run low in all of them. The plan keeps what was measured, in `plan.certificate` and in its notes.
-    Everything is as before afterwards.
+    The more batches, the less the plan fits one. Everything is as before afterwards.
 
     With `metric` and `bound` it is another search: a small set of nodes that, run in FP32, bring the metric under the
     bound. The metric is measured at most log2(nodes) + 8 times, each time of a view of the model; nodes are tried in
     the order of how much they move the loss, or as they run where there is none. The set is small rather than smallest.
 
     Args:
-        model_or_step: A module, a view, or a TrainStep, which brings its own loss.
-        inputs: A tensor or a tuple for `model(*inputs)`, or a mapping for `model(**inputs)`.
-        target: The second argument of the loss.
-        kwargs: Keyword inputs beside positional ones.
-        loss: A function of the output, or, with a target, of output and target, that gives one element; None takes the
-            output's `.loss`, or a 0-dim output.
-        batches: Inputs, or pairs (inputs, target), in the place of `inputs`. The more, the less the plan fits one.
         policies: The policy whose dtype, device and overrides hold; None is that of the view, else "O2", and "O1" with
             a metric.
         tolerance: The largest error, such as 0.02; "autocast" is that of `torch.autocast`, measured beside. A plan has
@@ -103,14 +95,13 @@ def tune(
     if (metric is None) != (bound is None):
         raise PolicyError("metric= and bound= go together: the metric of a view has to be at most the bound.")
     asked = one_policy(policies if policies is not None else policy)
-    given = given_step(model_or_step, inputs, target, kwargs=kwargs, loss=loss, batches=batches)
+    step = step_of(model_or_step, inputs, target, kwargs=kwargs, loss=loss, batches=batches)
     if metric is not None and bound is not None:
-        return under_bound(Subject(given), asked, metric, bound)
+        return under_bound(step, asked, metric, bound)
     number = isinstance(tolerance, (int, float)) and not isinstance(tolerance, bool)
     if tolerance != AUTOCAST and not (number and 0 < float(tolerance) < math.inf):
         raise PolicyError(f'tolerance is "autocast" or a relative error above 0, such as 0.02, not {tolerance!r}.')
-    search = Search(Subject(given), asked)
-    return search.plan(tolerance)
+    return Search(step, asked).plan(tolerance)
 
 
 @dataclass(frozen=True)
@@ -133,19 +124,19 @@ class _Cut:
 class Search:
     """The search for one plan."""
 
-    def __init__(self, subject: Subject, policy: Policy | str | None) -> None:
-        if isinstance(subject.model, GraphModule):
+    def __init__(self, step: Step, policy: Policy | str | None) -> None:
+        if isinstance(step.author, GraphModule):
             raise PolicyError(
                 "tune captures a model in several colourings: give the module that the graph was made of."
             )
-        if not subject.parameters:
+        if not step.parameters:
             raise PolicyError(
-                f"no parameter of {type(subject.model).__name__} requires a gradient, whose error tune keeps: measure "
+                f"no parameter of {type(step.author).__name__} requires a gradient, whose error tune keeps: measure "
                 "the loss with fxamp.measure_error."
             )
-        own = Policy("O2") if subject.own is None else replace(subject.own, level=Level.O2)
-        asked = subject.policy(str(own if policy is None else Policy.of(policy)))
-        self._subject = subject
+        own = Policy("O2") if step.view_policy is None else replace(step.view_policy, level=Level.O2)
+        asked = step.policy(str(own if policy is None else Policy.of(policy)))
+        self._step = step
         self._base, self._o1 = replace(asked, level=Level.O2), replace(asked, level=Level.O1)
         sharing = dict.fromkeys((asked.share_casts, asked.share_casts or "storage"))  # the latter sums in FP32
         self._exact = [str(replace(self._o1, share_casts=share)) for share in sharing]  # autocast's values
@@ -160,8 +151,8 @@ class Search:
         for name in asked:
             self._refuse_failing(name)
         for name in self._exact:  # what is not measured in the end is not captured
-            self._subject.decide(name, str(self._base), Policy.of(name))
-        errors = {e.policy: e for e in measured(self._subject, (*asked, *self._exact, str(self._base))).policies}
+            self._step.decide(name, str(self._base), Policy.of(name))
+        errors = {e.policy: e for e in measured(self._step, (*asked, *self._exact, str(self._base))).policies}
         autocast = errors.pop(self._autocast).per_parameter if asked else math.inf
         limit = autocast if tolerance == AUTOCAST else float(tolerance)
         floor = errors.pop("FP32").per_parameter
@@ -169,7 +160,7 @@ class Search:
             raise PolicyError("torch.autocast itself is not finite here: give a tolerance, or see fxamp.find_overflow.")
         if limit <= floor:
             raise PolicyError(f"tolerance={limit:.2g} is not above the error of FP32 itself, {floor:.2g}.")
-        as_measured = 1 + _DRAW / len(self._subject.given.batches) ** 0.5 if tolerance == AUTOCAST else 1.0
+        as_measured = 1 + _DRAW / len(self._step.batches) ** 0.5 if tolerance == AUTOCAST else 1.0
         predicted = self._search(errors, limit, limit / as_measured)
         most = errors[self._exact[0]].casts or 0 if tolerance == AUTOCAST else math.inf
         within = [
@@ -183,14 +174,14 @@ class Search:
         if not within:
             raise PolicyError(_nothing_keeps(limit, errors.values(), predicted))
         best = min(within, key=lambda e: (e.cast_bytes or 0, e.casts or 0))
-        return self._certified(best, limit, predicted.get(best.policy), len(self._subject.given.batches), errors)
+        return self._certified(best, limit, predicted.get(best.policy), len(self._step.batches), errors)
 
     def _refuse_failing(self, autocast: str) -> None:
         try:
-            self._subject.real(autocast, self._subject.given.batches[0])
+            self._step.run(self._step.batches[0], autocast)
         except Exception as error:  # whatever a model raises under dtypes that its author has not seen
             raise PolicyError(
-                f"{type(self._subject.model).__name__} fails under torch.autocast ({in_short(error):.200}), which so "
+                f"{type(self._step.author).__name__} fails under torch.autocast ({in_short(error):.200}), which so "
                 "has no error to keep: give a tolerance, such as 0.02."
             ) from error
 
@@ -199,7 +190,7 @@ class Search:
         o1, o2 = errors[str(self._o1)].per_parameter, str(self._base)
         if not o1:
             return {}
-        charged = Charges(self._subject, o2, str(self._o1))
+        charged = Charges(self._step, o2, str(self._o1))
         predicted, aim = {o2: o1 * charged.square(charged.rounded(o2)) ** 0.5}, limit / _MARGIN
         if predicted[o2] <= aim and errors[o2].per_parameter <= limit:
             return predicted  # O2 is where all charges are zero: no cut casts less
@@ -209,7 +200,7 @@ class Search:
                 cut = self._bisect(charged, base, (within / o1) ** 2)
                 if cut is None or cut.name in errors:
                     break
-                errors[cut.name] = found = measured(self._subject, (cut.name,))[cut.name]
+                errors[cut.name] = found = measured(self._step, (cut.name,))[cut.name]
                 predicted[cut.name] = o1 * cut.square**0.5
                 if found.per_parameter > as_measured:
                     within = min(within * as_measured / found.per_parameter * 0.99, predicted[cut.name] * 0.999)
@@ -238,18 +229,14 @@ class Search:
         """
         name = f"{base} with {weight:.4g} of error"
         if name not in self._cuts:
-            self._subject.decide(
-                name, str(self._base), base, charged.costs(base.device or self._subject.device, weight)
-            )
+            self._step.decide(name, str(self._base), base, charged.costs(base.device or self._step.device, weight))
             self._cuts[name] = _Cut(name, base, weight, charged.square(charged.rounded(name)))
         return self._cuts[name]
 
     def _certified(
         self, best: Errors, limit: float, predicted: float | None, batches: int, errors: Mapping[str, Errors]
     ) -> Plan:
-        view = self._subject.view(best.policy)  # captured under its own decisions, and measured once more
-        best = measured(self._subject, (best.policy,))[best.policy]
-        plan = plan_of(view)
+        plan = self._step.plan(best.policy)
         numbers = {"tolerance": limit, "measured": best.per_parameter, "gradient": best.gradient, "loss": best.loss,
                    "batches": batches, "casts": best.casts or 0, "cast_bytes": best.cast_bytes or 0}  # fmt: skip
         if predicted is not None:
@@ -294,7 +281,7 @@ class Charges:
     gradient that sums hand on counts once, however many of those that have it are rounded.
 
     Args:
-        subject: the model and its batches.
+        step: the model and its batches.
         name: the policy whose graphs are looked at, which rounds every value that any colouring may round.
         unit: the policy whose error is the unit.
 
@@ -302,11 +289,11 @@ class Charges:
         charges: what rounding costs at a place, by its key.
     """
 
-    def __init__(self, subject: Subject, name: str, unit: str) -> None:
-        self._subject, self._found = subject, Derivatives(subject, name)
+    def __init__(self, step: Step, name: str, unit: str) -> None:
+        self._step, self._found = step, Derivatives(step, name)
         of_unit = self.rounded(unit)
         self._whole = tuple(sum(by) or 1.0 for by in self._parts(of_unit))
-        self._bytes = subject.casts(unit)[1]
+        self._bytes = step.casts(unit)[1]
         sharing = Counter(self._found.handed[at] for keys in self.rounded(name) for at in set(keys) & self._backward)
         self.charges = {at: self._charge(at, sharing) for at in self._found.losses}
 
@@ -334,7 +321,7 @@ class Charges:
 
     def rounded(self, name: str) -> list[tuple[Any, ...]]:
         """Return the keys of what a policy rounds, a tuple for each place."""
-        found = {site.place: keys_of(site) for site in self._subject.rounding(name)}
+        found = {site.place: keys_of(site) for site in self._step.rounding(name)}
         return list(found.values())
 
     def square(self, rounded: Sequence[tuple[Any, ...]]) -> float:

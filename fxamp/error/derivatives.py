@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ..diagnose.step import Batch
-from ..diagnose.subject import Subject
-from ..observe.emulation import Site
+from ..diagnose.batches import Batch
+from ..diagnose.step import Step
+from ..observe.emulation import Observer, Site
 from ..observe.tensors import dense
 from .report import living, squared
-from .rounding import error, rounded, ulp
+from .rounding import error, power, rounded, variance
 
 Pair = tuple[Tensor, Tensor]
 
@@ -37,7 +37,7 @@ class Derivatives:
     The values and gradients of one run are held, which takes more memory than a training step does.
 
     Args:
-        subject: the model and its batches.
+        step: the model and its batches.
         name: the policy whose graphs are run.
         norms: squared norms of the gradients, by the name of the parameter, summed over all batches: errors are
             relative to their means. None takes those of the batches that are looked at.
@@ -50,29 +50,29 @@ class Derivatives:
         backward: the variance of v.dg by rounding in backward.
     """
 
-    def __init__(self, subject: Subject, name: str, norms: Mapping[str, float] | None = None, most: int = 2) -> None:
-        self._subject, self._name = subject, name
-        self._low = subject.policy(name).dtype or torch.bfloat16
-        self._generator = torch.Generator(subject.device).manual_seed(0)
+    def __init__(self, step: Step, name: str, norms: Mapping[str, float] | None = None, most: int = 2) -> None:
+        self._step, self._name = step, name
+        self._low = step.policy(name).dtype or torch.bfloat16
+        self._generator = torch.Generator(step.device).manual_seed(0)
         self.losses, self.forward, self.backward = dict[Any, float](), dict[Any, float](), dict[Any, float]()
         self.handed: dict[Any, Any] = {}  # by key, the first one with the same gradient
-        looked_at, count = subject.given.batches[:most], len(subject.given.batches)
+        looked_at, count = step.batches[:most], len(step.batches)
         if norms is None:
             norms, count = dict[str, float](), len(looked_at)
             for batch in looked_at:
-                squared(subject.emulated(name, batch, lambda _, value: value).gradients, norms)
+                squared(step.run(batch, name, Observer()).gradients, norms)
         self._sizes = {name: (norms[name] / count) ** 0.5 for name in living(norms)}  # of gradients, RMS over batches
         for batch in looked_at:
-            direction, step = self._direction(batch)
-            with _moved(subject, direction, step):
+            direction, size = self._direction(batch)
+            with _moved(step, direction, size):
                 ahead = self._pairs(batch)
             first: dict[Any, Any] = {}
             for at, (_, gradient) in ahead.items():  # in the order of backward
                 self.handed[at] = first.setdefault((gradient.data_ptr(), gradient.numel()), at)
-            with _moved(subject, direction, -step):
+            with _moved(step, direction, -size):
                 behind = self._pairs(batch)
             for at in [at for at in ahead if at in behind]:
-                self._add(at, ahead.pop(at), behind.pop(at), step)
+                self._add(at, ahead.pop(at), behind.pop(at), size)
 
     def gradients(self, places: Iterable[Iterable[Any]]) -> list[float]:
         """Return the variance of v.dg that a policy adds at each of the places that it rounds, given by their keys."""
@@ -89,11 +89,11 @@ class Derivatives:
         values = self._values(batch)
         direction = {
             name: torch.randn(p.shape, generator=self._generator, device=p.device) / self._sizes[name]
-            for name, p in self._subject.parameters.items() if name in self._sizes
+            for name, p in self._step.parameters.items() if name in self._sizes
         }  # fmt: skip
-        size = sum(float(p.detach().square().sum()) for p in self._subject.parameters.values()) ** 0.5
+        size = sum(float(p.detach().square().sum()) for p in self._step.parameters.values()) ** 0.5
         first = 1e-4 * size / max(sum(float(v.square().sum()) for v in direction.values()) ** 0.5, 1e-30)
-        with _moved(self._subject, direction, first):
+        with _moved(self._step, direction, first):
             moved = self._values(batch)
         noisy = self._values(batch, random=True)
         known = [key for key in values if key in moved and key in noisy]  # others: a graph was captured again
@@ -116,7 +116,7 @@ class Derivatives:
                 values[site.node] = value.detach().clone()
             return value
 
-        self._subject.emulated(self._name, batch, at, backward=False)
+        self._step.run(batch, self._name, Observer(at), backward=False)
         return values
 
     def _pairs(self, batch: Batch) -> dict[Any, Pair]:
@@ -138,10 +138,10 @@ class Derivatives:
             keep((reader, source), value, False)
             return value
 
-        self._subject.emulated(self._name, batch, at, read=read, everywhere=True)
+        self._step.run(batch, self._name, Observer(at, read), everywhere=True)
         return found
 
-    def _add(self, at: Any, ahead: Pair, behind: Pair, step: float) -> None:
+    def _add(self, at: Any, ahead: Pair, behind: Pair, size: float) -> None:
         """Add what one rounding moves, by the two runs on either side.
 
         A gradient is rounded as it is with the scale of the loss.
@@ -149,16 +149,16 @@ class Derivatives:
         (t, g), (t0, g0) = ahead, behind
         if t.shape != t0.shape or g.shape != g0.shape:
             return  # a choice has changed a size
-        scale = self._subject.scale(self._name)
+        scale = self._step.scale(self._name)
         value, gradient = t / 2 + t0 / 2, (g + g0) / 2
         along = torch.where(t == t0, 0.0, t - t0)  # a mask's infinity is the same on both sides
-        forward, backward = ulp(value, self._low), ulp(gradient.contiguous() * scale, self._low) / scale
-        forward.mul_(error(value, self._low) != 0)  # masks are held as they are
+        forward, backward = power(value, self._low), power(gradient.contiguous() * scale, self._low) / scale
+        forward.mul_(error(value, self._low) != 0)  # masks stay as they are
         if at[-1] == "scores":
             forward.zero_()  # they round in backward alone
-        sums = (gradient * forward, (g - g0) * forward / (2 * step), along * backward / (2 * step))
-        for into, terms in zip((self.losses, self.forward, self.backward), sums, strict=True):
-            into[at] = into.get(at, 0.0) + float(terms.square().sum()) / 12
+        sums = (gradient, forward.clone()), ((g - g0) / (2 * size), forward), (along / (2 * size), backward)
+        for into, (weights, unit) in zip((self.losses, self.forward, self.backward), sums, strict=True):
+            into[at] = into.get(at, 0.0) + float(variance(weights, unit, self._low))
 
 
 def keys_of(site: Site) -> tuple[Any, ...]:
@@ -169,13 +169,13 @@ def keys_of(site: Site) -> tuple[Any, ...]:
 
 
 @contextlib.contextmanager
-def _moved(subject: Subject, direction: Mapping[str, Tensor], step: float) -> Iterator[None]:
+def _moved(step: Step, direction: Mapping[str, Tensor], size: float) -> Iterator[None]:
     """Move the parameters along a direction inside: they get other memory, so that no graph of autograd is broken."""
-    before = {name: p.data for name, p in subject.parameters.items()}
+    before = {name: p.data for name, p in step.parameters.items()}
     try:
         for name, v in direction.items():
-            subject.parameters[name].data = before[name].add(v, alpha=step)
+            step.parameters[name].data = before[name].add(v, alpha=size)
         yield
     finally:
         for name, data in before.items():
-            subject.parameters[name].data = data
+            step.parameters[name].data = data

@@ -12,17 +12,19 @@ from torch import Tensor
 
 from passes.contract.errors import PolicyError
 
-from ..diagnose.step import Batch, given_step
-from ..diagnose.subject import POLICIES, Ran, Subject, policies_of, refuse_infinite
+from ..diagnose.batches import Batch
+from ..diagnose.step import POLICIES, Outcome, Step, diagnostic, step_of
 from ..observe.eight_bits import eight_bit_modules, listed
-from ..observe.emulation import Decides, Site
+from ..observe.emulation import Observer, Site
 from ..observe.workload import Loss
+from ..results import some
 from .derivatives import Derivatives, keys_of
 from .report import PREDICTED, ErrorReport, Errors, NodeError, Tally, degenerate, living, squared
 from .rounding import rounded
 from .variances import Moved, Unrounded, coherent
 
 
+@diagnostic
 def estimate_error(
     model_or_step: Any, inputs: Any = None, target: Any = None, *, kwargs: Mapping[str, Any] | None = None,
     loss: Loss = None, batches: Iterable[Any] | None = None, policies: Sequence[str] | str | None = POLICIES,
@@ -34,16 +36,10 @@ def estimate_error(
     that are rounded: see `fxamp.error.variances`. The error of the gradient comes from one more step a batch, in
     which all of these are rounded at random (stochastic rounding has twice the variance of rounding to nearest). Both
     are RMS values, for these batches and these weights, to first order. An FP16 loss is scaled in that step, as
-    `fxamp.LossScaler` does at first, by as much as stays finite. Everything is as before afterwards.
+    `fxamp.LossScaler` does at first, by as much as stays finite. Two to four batches are enough. Everything is as
+    before afterwards.
 
     Args:
-        model_or_step: A module, a view, or a TrainStep, which brings its own loss.
-        inputs: A tensor or a tuple for `model(*inputs)`, or a mapping for `model(**inputs)`.
-        target: The second argument of the loss.
-        kwargs: Keyword inputs beside positional ones.
-        loss: A function of the output, or, with a target, of output and target, that gives one element; None takes the
-            output's `.loss`, or a 0-dim output.
-        batches: Inputs, or pairs (inputs, target), in the place of `inputs`; two to four are enough.
         policies: Policy strings, or "autocast", which rounds what O1 rounds.
         gradients: Predict errors of gradients too; with "nodes" also say which roundings they come from, by
             derivatives along a random direction, which takes five steps for each of two batches, and more memory.
@@ -60,45 +56,43 @@ def estimate_error(
     """
     if gradients not in (True, False, "nodes"):
         raise PolicyError(f'gradients is True, False or "nodes", not {gradients!r}.')
-    subject = Subject(given_step(model_or_step, inputs, target, kwargs=kwargs, loss=loss, batches=batches))
-    if not subject.parameters:
+    step = step_of(model_or_step, inputs, target, kwargs=kwargs, loss=loss, batches=batches)
+    if not step.parameters:
         raise PolicyError(
-            f"no parameter of {type(subject.model).__name__} requires a gradient, and errors are predicted from "
+            f"no parameter of {type(step.author).__name__} requires a gradient, and errors are predicted from "
             "gradients: measure them with fxamp.measure_error."
         )
-    return estimated(subject, policies_of(subject, policies), gradients=gradients)
+    return estimated(step, step.policies(policies), gradients=gradients)
 
 
-def estimated(subject: Subject, names: Sequence[str], *, gradients: bool | str = True) -> ErrorReport:
+def estimated(step: Step, names: Sequence[str], *, gradients: bool | str = True) -> ErrorReport:
     """Predict the errors of policies; of those that round the same, once.
 
     Args:
-        subject: the model and its batches.
+        step: the model and its batches.
         names: of the policies.
         gradients: predict errors of gradients too, and, with "nodes", where they come from.
     """
     first = dict[str, str]()  # of the names of a policy
     for name in names:
-        first.setdefault(str(subject.policy(name)), name)
-    made = _Estimate(subject, tuple(first.values()), gradients)
-    errors = {name: replace(made.errors(first[str(subject.policy(name))]), policy=name) for name in names}
+        first.setdefault(str(step.policy(name)), name)
+    made = _Estimate(step, tuple(first.values()), gradients)
+    errors = {name: replace(made.errors(first[str(step.policy(name))]), policy=name) for name in names}
     mean = sum(made.losses) / len(made.losses)
     dead = tuple(sorted(made.norms.keys() - set(living(made.norms))))
     return ErrorReport(
-        type(subject.model).__name__, False, "", len(made.losses), mean, 2.0**-24 * abs(mean), dead,
-        tuple(errors.values()), (PREDICTED, *degenerate(made.norms), *_unseen(subject)),
+        type(step.author).__name__, False, "", len(made.losses), mean, 2.0**-24 * abs(mean), dead,
+        tuple(errors.values()), (PREDICTED, *degenerate(made.norms), *_unseen(step)),
     )  # fmt: skip
 
 
-def _unseen(subject: Subject) -> tuple[str, ...]:
+def _unseen(step: Step) -> tuple[str, ...]:
     """Return notes on roundings that are not seen: in modules of 8 bits, and where code runs outside of all graphs."""
-    names, modules = subject.uncaptured, eight_bit_modules(subject.model)
+    modules = eight_bit_modules(step.author)
     if modules:
         return (f"{listed(modules)} round to 8 bits inside, which is in no row: see fxamp.measure_error.",)
-    if not names:
-        return ()
-    first = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return (f"Not all of it was captured: errors made by what reads {first} are not among these.",)
+    names = some(sorted(step.uncaptured))
+    return (f"Not all of it was captured: errors made by what reads {names} are not among these.",) if names else ()
 
 
 class _Estimate:
@@ -109,24 +103,24 @@ class _Estimate:
         norms: squared norms of the gradients, by name.
     """
 
-    def __init__(self, subject: Subject, names: Sequence[str], gradients: bool | str) -> None:
-        self._subject, self._generator = subject, torch.Generator(subject.device)
-        self._plain = Unrounded(subject, names)
+    def __init__(self, step: Step, names: Sequence[str], gradients: bool | str) -> None:
+        self._step, self._generator = step, torch.Generator(step.device)
+        self._plain = Unrounded(step, names)
         self._tallies = {name: Tally() for name in names}
         self._flips = {name: dict[str, float]() for name in names}
         self.losses, self.norms = list[float](), dict[str, float]()
-        for number, batch in enumerate(subject.given.batches):
+        for number, batch in enumerate(step.batches):
             for at, (base, served) in enumerate(self._plain.runs.items()):
                 choices: list[tuple[str, Tensor]] = []
-                plain = self._plain.run(base, batch, _noted_in(choices))
+                plain = self._plain.run(base, batch, choices)
                 if not at:
-                    refuse_infinite(subject, plain, batch, number)
+                    step.refuse_infinite(plain, batch, number)
                     self.losses.append(plain.loss)
                     squared(plain.gradients, self.norms)
                 for name in served if gradients else ():  # of one policy after the other, so that they are held once
                     self._tallies[name].add(0.0, self._probe(name, batch, choices).gradients, plain.gradients, 2.0)
         runs = self._plain.runs if gradients == "nodes" else ()
-        self._derivatives = {base: Derivatives(subject, base, self.norms) for base in runs}
+        self._derivatives = {base: Derivatives(step, base, self.norms) for base in runs}
 
     def errors(self, name: str) -> Errors:
         """Return what is predicted of a policy."""
@@ -140,24 +134,24 @@ class _Estimate:
             name, self.norms, loss=square**0.5, increase=square / 2, nodes=nodes, flips=flips, swamped=swamped
         )
 
-    def _probe(self, name: str, batch: Batch, choices: Sequence[tuple[str, Tensor]]) -> Ran:
+    def _probe(self, name: str, batch: Batch, choices: Sequence[tuple[str, Tensor]]) -> Outcome:
         """Run a step that rounds at random, and count the choices that it would change."""
         changed: dict[str, float] = {}
 
-        def run(scale: float) -> Ran:
+        def run(scale: float) -> Outcome:
             changed.clear()
             return self._rounded(name, batch, scale, iter(choices), changed)
 
-        ran, flips = self._subject.scaled(name, run), self._flips[name]
+        ran, flips = self._step.scaled(name, run), self._flips[name]
         for key, count in changed.items():
             flips[key] = flips.get(key, 0.0) + count
         return ran
 
     def _rounded(
         self, name: str, batch: Batch, scale: float, before: Iterator[tuple[str, Tensor]], flips: dict[str, float]
-    ) -> Ran:
+    ) -> Outcome:
         """Run a step that rounds at random; add to `flips` how many of the choices `before` it changes."""
-        low, generator = self._subject.policy(name).dtype or torch.bfloat16, self._generator
+        low, generator = self._step.policy(name).dtype or torch.bfloat16, self._generator
         generator.manual_seed(len(self.losses))
 
         def at(site: Site, value: Tensor) -> Tensor:
@@ -166,17 +160,12 @@ class _Estimate:
         def edge(value: Tensor) -> Tensor:
             return rounded(value, low, generator, forward=False)
 
-        def decides(key: str, operand: Tensor, count: int, dim: int | None) -> None:
+        def choice(key: str, operand: Tensor, count: int, dim: int | None) -> None:
             true = next((t for at, t in before if at == key), None)
             if true is not None:
                 flips[key] = flips.get(key, 0.0) + _expected_flips(true, operand, count, dim)
 
-        return self._subject.emulated(name, batch, at, edge, decides=decides, scale=scale)
-
-
-def _noted_in(choices: list[tuple[str, Tensor]]) -> Decides:
-    """Return what appends the key and the operand of each choice."""
-    return lambda key, operand, count, dim: choices.append((key, operand.clone()))
+        return self._step.run(batch, name, Observer(at, edge=edge, choice=choice), scale=scale)
 
 
 def _expected_flips(true: Tensor, probed: Tensor, count: int, dim: int | None) -> float:

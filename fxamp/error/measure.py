@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..diagnose.step import given_step
-from ..diagnose.subject import AUTOCAST, FP32, Ran, Subject, policies_of, refuse_infinite
+from ..diagnose.step import AUTOCAST, FP32, Outcome, Step, diagnostic, step_of
 from ..observe.eight_bits import eight_bit_modules, listed
-from ..observe.emulation import Site
+from ..observe.emulation import Observer, Site
 from ..observe.workload import Loss, floats
 from .report import ErrorReport, Tally, degenerate, living, squared
 
 
+@diagnostic
 def measure_error(
     model_or_step: Any, inputs: Any = None, target: Any = None, *, kwargs: Mapping[str, Any] | None = None,
     loss: Loss = None, batches: Iterable[Any] | None = None, policies: Sequence[str] | str | None = None,
@@ -26,17 +26,10 @@ def measure_error(
 
     The loss, the whole gradient, each parameter's gradient and each output are compared, and the values of nodes
     with those in FP32. Where float64 does not run, as where the model's code names FP32, FP32 is the reference, and the
-    report says so. Everything is as before afterwards. An FP16 loss is scaled by as much as stays finite.
+    report says so. An FP16 loss is scaled by as much as stays finite. One batch is one draw: errors of the loss need
+    about eight. Everything is as before afterwards.
 
     Args:
-        model_or_step: A module, a view, or a TrainStep, which brings its own loss.
-        inputs: A tensor or a tuple for `model(*inputs)`, or a mapping for `model(**inputs)`.
-        target: The second argument of the loss.
-        kwargs: Keyword inputs beside positional ones.
-        loss: A function of the output, or, with a target, of output and target, that gives one element; None takes the
-            output's `.loss`, or a 0-dim output.
-        batches: Inputs, or pairs (inputs, target), in the place of `inputs`. One batch is one draw: errors of the loss
-            need about eight.
         policies: Policy strings, or "autocast". None is the policy of the view that is given, or autocast, O1, O2, O3.
 
     Raises:
@@ -49,61 +42,54 @@ def measure_error(
         >>> found.reference, [errors.policy for errors in found.policies]
         ('float64', ['FP32', 'O1,dtype=bf16'])
     """
-    subject = Subject(given_step(model_or_step, inputs, target, kwargs=kwargs, loss=loss, batches=batches))
-    return measured(subject, policies_of(subject, policies), values=True)
+    step = step_of(model_or_step, inputs, target, kwargs=kwargs, loss=loss, batches=batches)
+    return measured(step, step.policies(policies), values=True)
 
 
-def measured(subject: Subject, names: Sequence[str], *, values: bool = False) -> ErrorReport:
+def measured(step: Step, names: Sequence[str], *, values: bool = False) -> ErrorReport:
     """Measure the errors of policies; with `values` that of each node's value too, on the first batch."""
-    named, reference = subject.reference()
+    reference, against = step.reference
     names = (FP32, *names)
     tallies = {name: Tally() for name in names}
     outputs: dict[str, list[list[float]]] = {name: [] for name in names}
     norms: dict[str, float] = {}
     losses = []
-    for number, batch in enumerate(subject.given.batches):
-        plain = subject.real(FP32, batch)
-        refuse_infinite(subject, plain, batch, number)
-        true = plain if named != "float64" else reference(batch)
+    for number, batch in enumerate(step.batches):
+        plain = step.run(batch, FP32)
+        step.refuse_infinite(plain, batch, number)
+        true = plain if reference == FP32 else step.run(batch, reference)
         losses.append(true.loss)
         squared(true.gradients, norms)
         for name in names:
-            ran = plain if name == FP32 else subject.real(name, batch)
+            ran = plain if name == FP32 else step.run(batch, name)
             tallies[name].add(ran.loss - true.loss, ran.gradients, true.gradients)
             outputs[name].append(_distances(ran, true))
     made = []
     for name in names:
         errors = tallies[name].errors(name, norms, outputs=tuple(map(_rms, zip(*outputs[name], strict=False))))
         with contextlib.suppress(NotImplementedError):  # an op with bodies that a dispatch mode cannot see into
-            casts, moved = subject.casts(name) if name != FP32 else (None, None)
+            casts, moved = step.casts(name) if name != FP32 else (None, None)
             errors = replace(errors, casts=casts, cast_bytes=moved)
         if values and not name.startswith((FP32, AUTOCAST)):
-            errors = replace(errors, values=_values(subject, name))
+            errors = replace(errors, values=_values(step, name))
         made.append(errors)
     dead = tuple(sorted(norms.keys() - set(living(norms))))
     mean = sum(losses) / len(losses)
     floor = max(made[0].loss, 2.0**-24 * abs(mean))
     return ErrorReport(
-        type(subject.model).__name__,
-        True,
-        named,
-        len(losses),
-        mean,
-        floor,
-        dead,
-        tuple(made),
-        (*degenerate(norms), *_in_eight_bits(subject)),
-    )
+        type(step.author).__name__, True, against, len(losses), mean, floor, dead, tuple(made),
+        (*degenerate(norms), *_in_eight_bits(step)),
+    )  # fmt: skip
 
 
-def _in_eight_bits(subject: Subject) -> tuple[str, ...]:
-    modules = eight_bit_modules(subject.model)
+def _in_eight_bits(step: Step) -> tuple[str, ...]:
+    modules = eight_bit_modules(step.author)
     if not modules:
         return ()
     return (f"{listed(modules)} compute in 8 bits in each row but FP32, where they compute as what they were made of.",)
 
 
-def _distances(ran: Ran, true: Ran) -> list[float]:
+def _distances(ran: Outcome, true: Outcome) -> list[float]:
     """Return the relative distance of each float output from its reference."""
     pairs = zip(floats(ran.output), floats(true.output), strict=False)
     return [float((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)) for a, b in pairs]
@@ -113,7 +99,7 @@ def _rms(values: Sequence[float]) -> float:
     return float((sum(v * v for v in values) / len(values)) ** 0.5)
 
 
-def _values(subject: Subject, name: str) -> dict[str, float]:
+def _values(step: Step, name: str) -> dict[str, float]:
     """Return how far the value of each node is from that of FP32, on the first batch, by key."""
     held: dict[Any, Tensor] = {}
     found: dict[str, float] = {}
@@ -129,7 +115,7 @@ def _values(subject: Subject, name: str) -> dict[str, float]:
             distance = (value.detach().cpu().float() - expected).norm() / expected.norm().clamp_min(1e-30)
             found[site.key] = float(distance)
 
-    batch = subject.given.batches[0]
-    subject.emulated(name, batch, keep, backward=False)
-    subject.watched(name, batch, compare)
+    batch = step.batches[0]
+    step.run(batch, name, Observer(keep), backward=False)
+    step.look(batch, name, compare)
     return {key: value for key, value in found.items() if value == value}

@@ -8,13 +8,12 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
-from tabulate import tabulate
 from torch import Tensor
 
 from passes.contract.policy import Policy
 from passes.contract.public import public
 
-from ..results import Result, named
+from ..results import Result, named, some, table
 from .rounding import blocks
 
 _SHOWN = 5  # nodes of a policy in the text
@@ -193,47 +192,38 @@ class ErrorReport(Result):
             numbers = (_number(e.loss, self.floor), *map(_number, (e.increase, e.gradient, e.per_parameter)))
             cells = (*numbers, len(e.flagged), e.casts, cast)
             rows.setdefault(cells, []).append(e.policy)
-        table = [(", ".join(names), *cells) for cells, names in rows.items()]
-        filled = [at for at in range(len(columns)) if any(row[at] is not None for row in table)]
-        head_row, table = [columns[at] for at in filled], [tuple(row[at] for at in filled) for row in table]
-        parts = [head, tabulate(table, head_row, style, disable_numparse=True, missingval="")]
+        parts = [head, table(columns, [(", ".join(names), *cells) for cells, names in rows.items()], style)]
         shared: dict[tuple[NodeError, ...], list[Errors]] = {}
         for e in self.policies:
             if e.nodes:
                 shared.setdefault(e.nodes, []).append(e)
         parts += [self._nodes(", ".join(e.policy for e in alike), alike[0], style) for alike in shared.values()]
         if self.dead:
-            parts.append(f"{len(self.dead)} parameters have no gradient but rounding: {_some(self.dead)}.")
+            parts.append(f"{len(self.dead)} parameters have no gradient but rounding: {some(self.dead)}.")
         return "\n\n".join([*parts, *self.notes]) + "\n"
 
     def _nodes(self, names: str, errors: Errors, style: str) -> str:
-        asked = errors.nodes[0].gradient is not None
-        head = (f"{names}: of the loss", *("of gradients",) * asked, "node", "what", "line")
         rows = [
-            (f"{n.share:.0%}", *(f"{n.gradient or 0:.0%}",) * asked, n.key, n.what, n.line.partition(": ")[0])
+            (f"{n.share:.0%}", None if n.gradient is None else f"{n.gradient:.0%}", n.key, n.what,
+             n.line.partition(": ")[0])
             for n in errors.nodes[:_SHOWN]
-        ]
-        said = [tabulate(rows, head, style, disable_numparse=True)]
+        ]  # fmt: skip
+        said = [table((f"{names}: of the loss", "of gradients", "node", "what", "line"), rows, style)]
         if errors.flips:
             said.append(
-                f"{sum(errors.flips.values()):.2g} choices a batch are expected to change: {_some(errors.flips)}."
+                f"{sum(errors.flips.values()):.2g} choices a batch are expected to change: {some(errors.flips)}."
             )
         if errors.swamped:
-            said.append(f"Most updates are lost, below half an ulp of what they are added to: {_some(errors.swamped)}.")
+            said.append(f"Most updates are lost, below half an ulp of what they are added to: {some(errors.swamped)}.")
         if errors.biased:
-            said.append(f"Not noise, since it has one sign over all batches: {_some([n.key for n in errors.biased])}.")
+            said.append(f"Not noise, since it has one sign over all batches: {some([n.key for n in errors.biased])}.")
         if errors.flagged:
-            said.append(f"Gradients below their noise: {_some(errors.flagged)}.")
+            said.append(f"Gradients below their noise: {some(errors.flagged)}.")
         return "\n".join(said)
 
 
 def _number(value: float | None, floor: float = 0.0) -> str | None:
     return None if value is None else f"{value:.2e}" + (" (floor)" if value < floor else "")
-
-
-def _some(names: Any) -> str:
-    listed = list(names)
-    return ", ".join(map(str, listed[:3])) + (f", and {len(listed) - 3} more" if len(listed) > 3 else "")
 
 
 class Tally:

@@ -47,6 +47,18 @@ def error(values: Tensor, low: torch.dtype) -> Tensor:
     return near.sub(values).masked_fill_((near == values) | (values.abs() == torch.finfo(torch.float32).max), 0.0)
 
 
+def variance(weights: Tensor, unit: Tensor, low: torch.dtype) -> Tensor:
+    """Return the variance of the sum of values that are rounded, each times a weight: weights^2 ulp^2 / 12 (Widrow).
+
+    Args:
+        weights: FP32, such as the gradient of the loss by each value.
+        unit: the power of two of each value, of the same shape; 0 for one that is not rounded.
+        low: torch.bfloat16 or torch.float16.
+    """
+    norm: Tensor = torch.linalg.vector_norm(unit.mul_(weights))
+    return norm.square() * (4.0 ** -BITS[low] / 12)
+
+
 def stochastic(values: Tensor, low: torch.dtype, generator: torch.Generator) -> Tensor:
     """Return FP32 values rounded at random to their neighbours in a low dtype; those that it holds stay as they are.
 

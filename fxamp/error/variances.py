@@ -26,10 +26,10 @@ from torch import Tensor
 from passes.graph.values import LOW_DTYPES
 from passes.ops.rules import row_of
 
-from ..diagnose.step import Batch
-from ..diagnose.subject import Ran, Subject
-from ..observe.emulation import Decides, Place, Site
-from .rounding import BITS, blocks, error, power
+from ..diagnose.batches import Batch
+from ..diagnose.step import Outcome, Step
+from ..observe.emulation import Observer, Place, Site
+from .rounding import BITS, blocks, error, power, variance
 
 _NOTHING = (0.0,) * 5  # V, S, L, lost updates and all updates of a place that no gradient comes to
 
@@ -113,8 +113,8 @@ class Unrounded:
             one step, unless a policy rounds what no other policy's graph has.
     """
 
-    def __init__(self, subject: Subject, names: Sequence[str]) -> None:
-        self._subject = subject
+    def __init__(self, step: Step, names: Sequence[str]) -> None:
+        self._step = step
         self._places = {name: self._places_of(name) for name in names}
         self._sums: dict[str, list[Sums]] = {}
         self.runs: dict[str, list[str]] = {}
@@ -126,22 +126,23 @@ class Unrounded:
             left = [n for n in left if n not in served[base]]
 
     def _places_of(self, name: str) -> _Places:
-        found = _Places(self._subject.policy(name).dtype or torch.bfloat16)
-        for batch in self._subject.given.unlike():
-            self._subject.emulated(name, batch, found.at, read=found.read, everywhere=True, backward=False)
+        found = _Places(self._step.policy(name).dtype or torch.bfloat16)
+        for batch in self._step.unlike():
+            self._step.run(batch, name, Observer(found.at, found.read), everywhere=True, backward=False)
         return found
 
     def _serves(self, base: str, name: str) -> bool:
         here = self._places[base]
         return all(here.have(place, site) for place, site in self._places[name].rounded.items())
 
-    def run(self, base: str, batch: Batch, decides: Decides | None = None) -> Ran:
-        """Run a step on one batch."""
+    def run(self, base: str, batch: Batch, choices: list[tuple[str, Tensor]]) -> Outcome:
+        """Run a step on one batch, and add the key and the operand of each choice to `choices`."""
         sums = Sums([self._places[n] for n in self.runs[base]], self._places[base].rounded)
         self._sums[base].append(sums)
-        ran = self._subject.emulated(base, batch, sums.at, read=sums.read, decides=decides, everywhere=True)
+        observer = Observer(sums.at, sums.read, choice=lambda key, o, *_: choices.append((key, o.clone())))
+        outcome = self._step.run(batch, base, observer, everywhere=True)
         sums.end()
-        return ran
+        return outcome
 
     def base(self, name: str) -> str:
         """Return the policy whose graphs are run for a policy."""
@@ -231,9 +232,8 @@ class Sums:
                 off = error(t, low)
                 unit = power(t, low)
                 lost = _lost(t, g, terms, unit, low) if terms else torch.zeros(3, device=g.device)
-                moved = unit.mul_(g).mul_(off != 0)  # masks and zeros are held as they are
-                variance = torch.linalg.vector_norm(moved).square() * (4.0 ** -BITS[low] / 12)
-                sums = torch.cat((torch.stack((variance, off.mul_(g).sum())), lost))
+                moved = variance(g, unit.mul_(off != 0), low)  # masks and zeros stay as they are
+                sums = torch.cat((torch.stack((moved, off.mul_(g).sum())), lost))
                 found[place] = sums if place not in found else found[place] + sums
 
     def end(self) -> None:
@@ -276,9 +276,9 @@ def _lost(total: Tensor, grad: Tensor, terms: Sequence[Tensor], unit: Tensor, lo
     return torch.stack((-(update * grad * lost).sum(), lost.sum(), (update != 0).sum()))
 
 
-def moved_by(subject: Subject, name: str) -> Iterator[Moved]:
+def moved_by(step: Step, name: str) -> Iterator[Moved]:
     """Yield how each rounding of a policy moves the loss, over all batches of a diagnostic."""
-    steps = Unrounded(subject, [name])
-    for batch in subject.given.batches:
-        steps.run(name, batch)
+    steps = Unrounded(step, [name])
+    for batch in step.batches:
+        steps.run(name, batch, [])
     yield from steps.moved(name)

@@ -91,10 +91,24 @@ class Site:
         return f"cast of {ops.name(first) if first.op.startswith('call') else self.names.get(first.name, first.name)}"
 
 
-At = Callable[[Site, Tensor], Tensor]
-Edge = Callable[[Tensor], Tensor]
-Read = Callable[[str, str, Tensor], Tensor]
-Decides = Callable[[str, Tensor, int, int | None], None]
+@dataclass(frozen=True)
+class Observer:
+    """Somebody who looks at values, and may change them; each of these is optional.
+
+    Attributes:
+        value: is called with every site that makes a floating value, and that value; returns the value to go on with.
+        read: is called with every read of a floating value: the keys of the reader and of what it reads, and the value;
+            returns the value that is read.
+        edge: is called with each read of a low value that has several readers, where there is no `read`; returns the
+            value that is read.
+        choice: is called with the key of an op that selects the largest, its operand, how many it selects, and of
+            which dimension (None for all of them).
+    """
+
+    value: Callable[[Site, Tensor], Tensor] = lambda _, value: value
+    read: Callable[[str, str, Tensor], Tensor] | None = None
+    edge: Callable[[Tensor], Tensor] | None = None
+    choice: Callable[[str, Tensor, int, int | None], None] | None = None
 
 
 class GraphSites:
@@ -115,7 +129,7 @@ class GraphSites:
         self._inside: dict[int, tuple[GraphModule, GraphSites]] = {}
 
     def inside(self, body: GraphModule) -> GraphSites:
-        """Return the sites of a graph inside this one, found once."""
+        """Return the sites of a graph inside this one, made once."""
         if id(body) not in self._inside:
             self._inside[id(body)] = body, GraphSites(body, {})
         return self._inside[id(body)][1]
@@ -152,7 +166,8 @@ class GraphSites:
         for node, low in self.low.items():
             if not low or node not in self.keys or row_of(node).asks:
                 continue
-            for part in ("", *_PARTS.get(ops.name(node), ())):
+            _, parts, _ = _INSIDE.get(ops.name(node), (None, "", ""))
+            for part in ("", *parts.split()):
                 if (site := self.of(node, part)).rounds:
                     yield site
         for node, bodies in self.bodies.items():
@@ -170,21 +185,13 @@ class Emulation(Run):
     Args:
         graph: as emitted.
         sites: its sites.
-        at: is called with every site that makes a floating value, and that value; returns the value to go on with.
-        edge: is called with each read of a low value that has several readers; returns the value that is read.
-        read: is called with every read of a floating value: the keys of the reader and of what it reads, and the value;
-            returns the value that is read.
-        decides: is called with the key of an op that selects the largest, its operand, how many it selects, and of
-            which dimension (None for all of them).
+        observer: looks at its values.
         everywhere: look inside the kernels too that run in FP32 by the plan.
     """
 
-    def __init__(
-        self, graph: GraphModule, sites: GraphSites, at: At, edge: Edge | None = None, read: Read | None = None,
-        decides: Decides | None = None, everywhere: bool = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, graph: GraphModule, sites: GraphSites, observer: Observer, everywhere: bool = False) -> None:
         super().__init__(graph)
-        self._sites, self._at, self._edge, self._read, self._decides = sites, at, edge, read, decides
+        self._sites, self._observer = sites, observer
         self._everywhere = everywhere
         self._learns: set[Node] = set()  # whose values have a gradient without what `at` and `read` make of them
 
@@ -201,10 +208,10 @@ class Emulation(Run):
             self._learns.add(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         args, kwargs = pytree.tree_map(raised, (args, kwargs))
-        if self._decides is not None and _chooses(n) and is_fp32(args[0]):
+        if self._observer.choice is not None and _chooses(n) and is_fp32(args[0]):
             count, dim = self._value(ops.argument(n, "k", 1)), self._value(ops.argument(n, "dim"))
             dim = -1 if dim is None and ops.name(n) == "topk" else dim
-            self._decides(self._sites.keys[n], args[0].detach(), count, dim)
+            self._observer.choice(self._sites.keys[n], args[0].detach(), count, dim)
         with no_autocast():
             value = pytree.tree_map(raised, self._computed(n, args, kwargs))
         if row_of(n).asks or not floats(n.meta.get("val")):
@@ -218,15 +225,15 @@ class Emulation(Run):
     def fetch_args_kwargs_from_env(self, n: Node) -> Any:
         """Return the operands of a node."""
         args, kwargs = super().fetch_args_kwargs_from_env(n)
-        if self._read is not None and n.op.startswith("call") and not is_ours(n):
-            return self._each_read(n, args, kwargs, self._read)
-        if self._edge is None or not any(self._is_shared(o) for o in n.all_input_nodes):
+        read, edge = self._observer.read, self._observer.edge
+        if read is not None and n.op.startswith("call") and not is_ours(n):
+            return self._each_read(n, args, kwargs, read)
+        if edge is None or not any(self._is_shared(o) for o in n.all_input_nodes):
             return args, kwargs
         shared = {id(self.env[o]) for o in n.all_input_nodes if self._is_shared(o)}
-        edge = self._edge
         return pytree.tree_map(lambda v: edge(v) if id(v) in shared else v, (args, kwargs))
 
-    def _each_read(self, n: Node, args: Any, kwargs: Any, read: Read) -> Any:
+    def _each_read(self, n: Node, args: Any, kwargs: Any, read: Callable[[str, str, Tensor], Tensor]) -> Any:
         reader, made = self._sites.keys[n], dict[int, Tensor]()
         if self._sites.is_written(n):
             return args, kwargs
@@ -252,7 +259,7 @@ class Emulation(Run):
         rounds = site.rounds and (site.part == "cast" or by_author)
         if given and not rounds and not (by_author and self._everywhere and torch.is_grad_enabled()):
             return value
-        return self._at(site, value.view_as(value) if given and not site.writes else value)
+        return self._observer.value(site, value.view_as(value) if given and not site.writes else value)
 
     def _computed(self, n: Node, args: Any, kwargs: Any) -> Any:
         if n.target in _UNCHANGED or (n.op == "call_method" and n.target in _TO_LOW):
@@ -261,11 +268,10 @@ class Emulation(Run):
             return _called(args[0], n.args[2], args[3:], kwargs)
         if any(isinstance(a, GraphModule) for a in pytree.tree_leaves(args)):
             return self._higher_order(n, args)
-        inside = _INSIDE.get(ops.name(n)) if self._sites.low[n] or self._everywhere else None
-        if inside is not None:
-            run, arguments = inside
+        kernel, _, arguments = _INSIDE.get(ops.name(n), (None, "", ""))
+        if kernel is not None and (self._sites.low[n] or self._everywhere):
             named = {key: self._value(ops.argument(n, key)) for key in arguments.split()}
-            made = run(lambda part, v: self._at(self._sites.of(n, part), v), named)
+            made = kernel(lambda part, v: self._observer.value(self._sites.of(n, part), v), named)
             if made is not None:
                 return made
         return getattr(self, n.op)(n.target, args, kwargs)
@@ -273,9 +279,7 @@ class Emulation(Run):
     def _higher_order(self, n: Node, args: Any) -> Any:
         """Run a body that is called once in FP32 too; what else has bodies runs as it is, in the dtypes of its plan."""
         if row_of(n).bodies == "entered":
-            inside = Emulation(
-                args[0], self._sites.inside(args[0]), self._at, self._edge, self._read, self._decides, self._everywhere
-            )
+            inside = Emulation(args[0], self._sites.inside(args[0]), self._observer, self._everywhere)
             return inside.run(*args[row_of(n).operands_at :])
 
         def planned(operand: Node) -> Any:
@@ -342,17 +346,16 @@ def _attention(at: Callable[[str, Tensor], Tensor], given: dict[str, Any]) -> Te
     return out
 
 
-# How a kernel computes in steps: a function that names its parts, and the arguments that it reads.
-_INSIDE: dict[str, tuple[Callable[[Callable[[str, Tensor], Tensor], dict[str, Any]], Tensor | None], str]] = {
-    "log_softmax": (_log_softmax, "self input dim"),
-    "cross_entropy_loss": (_cross_entropy, "self input target weight label_smoothing reduction ignore_index"),
-    "scaled_dot_product_attention": (_attention, "query key value attn_mask dropout_p is_causal scale enable_gqa"),
-}
-
-
-_PARTS = {
-    "log_softmax": ("sum", "log"), "cross_entropy_loss": ("sum", "log"),
-    "scaled_dot_product_attention": ("scores", "probabilities"),
+_Kernel = Callable[[Callable[[str, Tensor], Tensor], dict[str, Any]], Tensor | None]
+# How a kernel computes in steps: a function that names its parts, the parts, and the arguments that it reads.
+_INSIDE: dict[str, tuple[_Kernel, str, str]] = {
+    "log_softmax": (_log_softmax, "sum log", "self input dim"),
+    "cross_entropy_loss": (
+        _cross_entropy, "sum log", "self input target weight label_smoothing reduction ignore_index"
+    ),
+    "scaled_dot_product_attention": (
+        _attention, "scores probabilities", "query key value attn_mask dropout_p is_causal scale enable_gqa"
+    ),
 }  # fmt: skip
 
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
+from passes._torch import pytree
 from passes.graph.notes import is_inserted
 
-from .._torch import TorchDispatchMode
+from .._torch import TorchDispatchMode, storage_id
 
 
 class Run(Interpreter):
@@ -66,3 +68,19 @@ class Ops(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return self._op(func, args, kwargs or {})
+
+
+class StorageReads(Ops):
+    """Notes, in `storages`, the ids of the storages that ops inside read; an op that only makes a view reads none."""
+
+    def __init__(self) -> None:
+        super().__init__(self._note)
+        self.storages: set[int] = set()
+
+    def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        outputs = func(*args, **kwargs)
+        read, made = ({storage_id(t) for t in pytree.tree_leaves(values) if isinstance(t, Tensor)}
+                      for values in ((args, kwargs), outputs))  # fmt: skip
+        if not read <= made:
+            self.storages |= read
+        return outputs

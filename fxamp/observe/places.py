@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from torch.fx import Graph, Node
 
 from passes.graph.notes import is_ours
-from passes.graph.values import keys
+from passes.graph.values import keys, numbered
 from passes.ops.rules import row_of
 
 OUTPUT = "(output)"  # the key of a cast that nothing but the output reads
@@ -36,6 +36,13 @@ def node_keys(graph: Graph) -> dict[Node, str]:
     author = author_keys(graph)
     calls = (n for n in graph.nodes if n.op.startswith("call"))
     return {n: next((author[r] for r in (n, *readers(n)) if r in author), OUTPUT) for n in calls}
+
+
+def unique_keys(graph: Graph) -> dict[Node, str]:
+    """Return a key for every node that no other has: for a call of the author's that of its decision."""
+    author = author_keys(graph)
+    found = numbered([*author, *(n for n in graph.nodes if n not in author)])
+    return {n: found[n] for n in graph.nodes}
 
 
 def wiring(graph: Graph) -> dict[str, tuple[tuple[str, ...], str]]:

@@ -50,7 +50,8 @@ _PACKAGES = tuple(
     os.path.dirname(os.path.abspath(file)) + os.sep
     for file in (torch.__file__, os.path.dirname(__file__), passes.__file__)
 )
-_DEMO = os.path.join(_PACKAGES[1], "demo.py")  # its models are such as users write
+USER_FILES = set[str]()  # files of fxamp's own with models such as users write
+CALLERS = dict[CodeType, str]()  # functions of fxamp's that call the user's code, and what they are, for `Place.by`
 _TO = torch.ops.aten._to_copy.default
 _COPY = torch.ops.aten.copy_.default
 _COPIES, _UNSCALE = torch.ops.aten._foreach_copy_.default, torch.ops.aten._amp_foreach_non_finite_check_and_unscale_
@@ -263,11 +264,11 @@ class Watch(Ops):
             code, file = frame.f_code, frame.f_code.co_filename
             if code in MODULE_CALLS:
                 module = module or self._names.get(id(frame.f_locals["self"]), "")
-            elif file == _DEMO or not (file.startswith(_PACKAGES) or _is_compiled(frame)):
+            elif file in USER_FILES or not (file.startswith(_PACKAGES) or _is_compiled(frame)):
                 line = line or ("" if file.startswith("<") else f"{os.path.basename(file)}:{frame.f_lineno}")
-            elif code.co_name == "in_region_of_view":
-                by = "a method of a view that is not captured"
-            elif code.co_name == "scale" and "scaler" in file:
+            elif code in CALLERS:
+                by = CALLERS[code]
+            elif code.co_name == "scale" and isinstance(frame.f_locals.get("self"), torch.amp.GradScaler):
                 self.scaled = True
             frame = frame.f_back
         inside = self._view is not None
@@ -373,7 +374,7 @@ def watching() -> Watch | None:
 
 @contextlib.contextmanager
 def run_instead(run: Callable[[Any, GraphModule, tuple[Any, ...]], Any]) -> Iterator[None]:
-    """Run the emitted graphs of views, and those under `watched_graphs`, by something else.
+    """Run the emitted graphs of views, and those under `visible_graphs`, by something else.
 
     Args:
         run: called with what is known of a graph, the graph as emitted, and its inputs; returns its outputs.

@@ -21,9 +21,8 @@ from passes.ops import ops
 from passes.ops.rules import row_of
 
 from ..calibration import Calibration, Range, checksums
-from ..diagnose.step import given_step, one_policy
-from ..diagnose.subject import Subject
-from ..observe.emulation import Site
+from ..diagnose.step import diagnostic, one_policy, step_of
+from ..observe.emulation import Observer, Site
 from ..observe.places import wiring
 from ..observe.workload import Loss
 
@@ -31,6 +30,7 @@ _SAMPLE = 1024  # elements of a tensor that are counted
 _FLUSHED, _NORMAL = 2.0**-25, 2.0**-14  # FP16 rounds what is at most this to 0; what is below this has fewer bits
 
 
+@diagnostic
 def calibrate(
     model_or_step: Any, inputs: Any = None, target: Any = None, *, kwargs: Mapping[str, Any] | None = None,
     loss: Loss = None, batches: Iterable[Any] | None = None, policies: Policy | str | None = None,
@@ -42,14 +42,6 @@ def calibrate(
     65504. The ranges hold for these batches and these parameters. Everything is as before afterwards.
 
     Args:
-        model_or_step: A model, a view of the whole model, or a TrainStep.
-        inputs: A tensor or a tuple for `model(*inputs)`, or a mapping for `model(**inputs)`, with the shapes that the
-            model takes.
-        target: The second argument of the loss.
-        kwargs: Keyword inputs beside positional ones.
-        loss: A function of the output, or, with a target, of output and target. None takes the output's own loss. A
-            TrainStep brings its own.
-        batches: Inputs, or pairs (inputs, target), in the place of `inputs`.
         policies: The policy whose graph is measured; None is that of the view, else O1. From O2 on losses are split
             into ops.
         scale: The loss scale with which gradients are counted that FP16 rounds to 0; None is that of the TrainStep,
@@ -67,23 +59,22 @@ def calibrate(
         >>> found.values["1/relu#0"].fits, found.gradients["1/relu#0"].not_finite
         (True, 0)
     """
-    given = given_step(model_or_step, inputs, target, kwargs=kwargs, loss=loss, batches=batches)
-    scale, subject = given.scale(scale), Subject(given)
-    ranges = _Ranges(scale, dict(subject.model.named_parameters()))
-    asked = str(one_policy(policies if policies is not None else policy) or subject.name or "O1")
-    for batch in given.batches:
-        subject.emulated(asked, batch, ranges)
+    step = step_of(model_or_step, inputs, target, kwargs=kwargs, loss=loss, batches=batches)
+    ranges = _Ranges(step.loss_scale(scale), dict(step.author.named_parameters()))
+    asked = str(one_policy(policies if policies is not None else policy) or step.name or "O1")
+    for batch in step.batches:
+        step.run(batch, asked, Observer(ranges))
         ranges.end_batch()
     values, gradients = ranges.read()
     readers, numbers = ranges.wiring()
     return Calibration(
-        values, gradients, readers, len(given.batches), ranges.scale, checksums(subject.model), numbers,
-        subject.model.training,
+        values, gradients, readers, len(step.batches), ranges.scale, checksums(step.author), numbers,
+        step.author.training,
     )  # fmt: skip
 
 
 class _Ranges:
-    """Adds up what is seen of each value, and of its gradient with a loss scale: an `at` of `Subject.emulated`."""
+    """Adds up what is seen of each value, and of its gradient with a loss scale: the `value` of an observer."""
 
     def __init__(self, scale: float, parameters: Mapping[str, Tensor]) -> None:
         self.scale, self._parameters = scale, parameters

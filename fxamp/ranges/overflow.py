@@ -39,7 +39,8 @@ from .._torch import current_autograd_node, storage_id
 from ..capture.graphs import runner_of
 from ..census.rows import Ledger, ledgers_of, where_of
 from ..convert import converted_in
-from ..diagnose.step import Batch, GivenStep, converted_by, given_step, watched_graphs
+from ..diagnose.batches import Batch
+from ..diagnose.step import Step, diagnostic, step_of, visible_graphs
 from ..observe.emulation import is_fp32, raised
 from ..observe.interpret import Run
 from ..observe.snapshot import outside_of_regions
@@ -49,7 +50,7 @@ from ..observe.workload import Loss
 from ..results import Result
 
 _RUNS = 6  # of the step, to find a cure
-_GIVEN = ("cast", "as_autocast")  # kinds of decisions that no override changes
+_FIXED = ("cast", "as_autocast")  # kinds of decisions that no override changes
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,7 @@ class Overflow(Result):
         return f"<fxamp overflow: {self.kind} at {self.where} in {phase}; {len(self.fp32)} nodes in FP32 cure it>"
 
 
+@diagnostic
 def find_overflow(
     model_or_step: Any, inputs: Any = None, target: Any = None, *, kwargs: Mapping[str, Any] | None = None,
     loss: Loss = None, batches: Iterable[Any] | None = None, policies: Policy | str | None = None,
@@ -145,17 +147,10 @@ def find_overflow(
     """Run one step, and return the first op that makes inf or NaN of finite values; None if all ends finite.
 
     It is the first one in the order of execution from which the loss, or else a gradient, is not finite. Infinities
-    that nothing comes of, such as a mask of -inf, are none. Everything is as before afterwards.
+    that nothing comes of, such as a mask of -inf, are none. The first batch that overflows counts. Everything is as
+    before afterwards.
 
     Args:
-        model_or_step: A view, a converted graph, a compiled or any other module, or a TrainStep.
-        inputs: A tensor or a tuple for `model(*inputs)`, or a mapping for `model(**inputs)`, with the shapes that the
-            model takes.
-        target: The second argument of the loss.
-        kwargs: Keyword inputs beside positional ones.
-        loss: A function of the output, or, with a target, of output and target. None takes the output's own loss. A
-            TrainStep brings its own.
-        batches: Inputs, or pairs (inputs, target), in the place of `inputs`; the first one that overflows counts.
         policies: Convert the model by this policy first; of a module that nobody converted.
         scale: The loss scale; None is that of the TrainStep, else 1.
 
@@ -176,28 +171,26 @@ def find_overflow(
         >>> fxamp.find_overflow(view, torch.full((4, 8), 100.0), loss=torch.mean) is None
         True
     """
-    given = converted_by(given_step(model_or_step, inputs, target, kwargs=kwargs, loss=loss, batches=batches), policies)
-    if given.step is not None and given.step.position:
+    step = step_of(model_or_step, inputs, target, kwargs=kwargs, loss=loss, batches=batches).under(policies)
+    if step.train_step is not None and step.train_step.position:
         raise PolicyError("a window of this TrainStep is open: call flush() first.")
-    scale = given.scale(scale)
-    return next((found for batch in given.batches if (found := overflow_of(given, batch, scale)) is not None), None)
+    scale = step.loss_scale(scale)
+    return next((found for batch in step.batches if (found := overflow_of(step, batch, scale)) is not None), None)
 
 
-def overflow_of(given: GivenStep, batch: Batch, scale: float, *, cured: bool = True) -> Overflow | None:
+def overflow_of(step: Step, batch: Batch, scale: float) -> Overflow | None:
     """Run one batch with a loss scale; return the overflow, None if there is none. Its cure takes more runs."""
-    watch = _run(given, batch, scale)
+    watch = _run(step, batch, scale)
     first = watch.culprit()
     if first is None:
         return None
-    place = first.place
-    where = first.name or watch.where(place)
-    decision = watch.decision(place)
+    place, decision = first.place, watch.decision(first.place)
     line = place.where if place.kind == "outside" else ""
-    found = Overflow(
-        where, first.kind, place.backward, first.op, first.dtype, line if decision is None else decision.source,
-        first.operands, scale, what=watch.what(place),
+    overflow = Overflow(
+        first.name or watch.where(place), first.kind, place.backward, first.op, first.dtype,
+        line if decision is None else decision.source, first.operands, scale, what=watch.what(place),
     )  # fmt: skip
-    return _cured(found, given, batch, watch) if cured and not first.name and watch.graphs else found
+    return _cured(overflow, step, batch, watch) if not first.name and watch.graphs else overflow
 
 
 @dataclass(frozen=True)
@@ -249,7 +242,7 @@ class _Finite(Watch):
         self._handed: dict[int, tuple[Any, _At]] = {}  # what graphs have returned, and by which node
         self._crossed: dict[_At, _At] = {}  # inputs of graphs that another one has returned
 
-    def given(self, named: Iterable[tuple[str, Tensor]]) -> None:
+    def start(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Look at values that are there from the start."""
         for name, t in named:
             if t.is_floating_point() and (kind := _kind(held := _range(t))):
@@ -276,7 +269,7 @@ class _Finite(Watch):
     def where(self, place: Place) -> str:
         """Return how a place is called."""
         if place.kind == "node":
-            return where_of(place, ledgers_of(self))
+            return self.ledger(place.graph).key(place.where)
         return "(loss)" if place.kind == "own" else place.where or where_of(place, ())
 
     def decision(self, place: Place) -> Decision | None:
@@ -293,17 +286,16 @@ class _Finite(Watch):
             return ""
         while is_inserted(node):
             node = node.all_input_nodes[0]
-        known = self.graphs[place.graph].known
-        inputs = [n for n in node.graph.nodes if n.op == "placeholder"]
-        at = inputs.index(node) if node in inputs else -1
-        return ops.name(node) if node.op.startswith("call") else str(known.names.get(at, "")) or str(node.target)
+        if node.op.startswith("call"):
+            return ops.name(node)
+        inputs = {n: at for at, n in enumerate(node.graph.find_nodes(op="placeholder"))}
+        return self.graphs[place.graph].known.names.get(inputs.get(node, -1)) or str(node.target)
 
     def may_be_fp32(self, at: _At) -> bool:
         """Say whether a node runs low, and an override can keep it in FP32."""
-        found = self.decision(Place("node", at[1], at[0]))
-        if found is None or found.colour not in _LOW or found.kind in _GIVEN or found.code == Code.MUTATED.value:
-            return False
-        return not mutated_operands(self._node(at))
+        decision = self.decision(Place("node", at[1], at[0]))
+        may_be = decision is not None and decision.colour in _LOW and decision.kind not in _FIXED
+        return may_be and not self.follows(at)
 
     def blamed(self, at: _At) -> list[_At]:
         """Return the nodes to run in FP32 for a value or gradient that does not fit at a node: it, or what it reads."""
@@ -456,15 +448,13 @@ class _Finite(Watch):
         if is_inserted(n):
             made = nodes.value_of(n)
             return operands[0] if _overflows(made, operands[0]) else made
-        args, kwargs = torch.fx.map_arg((n.args, n.kwargs), lambda o: _planned(o, nodes.env[o]))
         at = (number, n.name)
-        if self.follows(at) and any(_is_low(o) and is_fp32(nodes.env[o]) for o in n.all_input_nodes):
-            return nodes.call(n, *pytree.tree_map(raised, torch.fx.map_arg((n.args, n.kwargs), nodes.before_casts)))
-        if not self.may_be_fp32(at):
-            return nodes.call(n, args, kwargs) if _is_low(n) else nodes.value_of(n)
-        if at not in self.forced:
-            made = nodes.call(n, args, kwargs)
-            if not _overflows(made, operands):
+        in_fp32 = self.follows(at) and any(_is_low(o) and is_fp32(nodes.env[o]) for o in n.all_input_nodes)
+        if not in_fp32 and not self.may_be_fp32(at) and not _is_low(n):
+            return nodes.value_of(n)
+        if not in_fp32 and at not in self.forced:
+            made = nodes.call(n, *torch.fx.map_arg((n.args, n.kwargs), lambda o: _planned(o, nodes.env[o])))
+            if not self.may_be_fp32(at) or not _overflows(made, operands):
                 return made
             self.forced[at] = None
         # FP32 throughout: its operands as they were before casts of fxamp, and those that are low upcast
@@ -492,21 +482,21 @@ def _all_graphs(graph: GraphModule) -> list[GraphModule]:
     return found
 
 
-def _run(given: GivenStep, batch: Batch, scale: float, forced: Iterable[_At] = (), *, heals: bool = False) -> _Finite:
+def _run(step: Step, batch: Batch, scale: float, forced: Iterable[_At] = (), *, heals: bool = False) -> _Finite:
     """Run forward and backward of one batch under a watch."""
-    model = given.model
+    model = step.model
     watch = _Finite(model, forced, heals=heals)
     inputs = [("(inputs)", t) for t in pytree.tree_leaves(batch) if isinstance(t, Tensor)]
-    watch.given((*model.named_parameters(), *model.named_buffers(), *inputs))
-    scale /= 1 if given.step is None else given.step.accumulate_steps
+    watch.start((*model.named_parameters(), *model.named_buffers(), *inputs))
+    scale /= 1 if step.train_step is None else step.train_step.accumulate_steps
     parts = [part for _, part in converted_in(model)]
     with (
-        torch.inference_mode(False), given.as_before(model), watched_graphs(parts), torch.enable_grad(),
+        torch.inference_mode(False), step.as_before(model), visible_graphs(parts), torch.enable_grad(),
         warnings.catch_warnings(),
     ):  # fmt: skip
         warnings.filterwarnings("ignore", "FP16 gradients without a loss scale")  # the scale is known here
         with watch:
-            _, loss = given.run(model, batch)
+            _, loss = step.call(model, batch)
             if loss.requires_grad:
                 with outside_of_regions():
                     (loss * scale).backward()
@@ -515,9 +505,9 @@ def _run(given: GivenStep, batch: Batch, scale: float, forced: Iterable[_At] = (
     return watch
 
 
-def _cured(found: Overflow, given: GivenStep, batch: Batch, seen: _Finite) -> Overflow:
+def _cured(found: Overflow, step: Step, batch: Batch, seen: _Finite) -> Overflow:
     """Return an overflow with the nodes that have to run in FP32, and with the loss scale that fits."""
-    run = functools.partial(_run, given, batch, heals=True)
+    run = functools.partial(_run, step, batch, heals=True)
     watch = seen if found.backward else run(found.scale)
     if watch.culprit() is None:
         return _with_policy(found, watch)
@@ -528,9 +518,9 @@ def _cured(found: Overflow, given: GivenStep, batch: Batch, seen: _Finite) -> Ov
     peak = max((*large.values(), *cast), default=0.0)
     if found.backward and most < peak < math.inf:
         fits = 2.0 ** math.floor(math.log2(most * found.scale / peak))
-        found = replace(found, largest_scale=fits if _run(given, batch, fits).culprit() is None else 0.0)
+        found = replace(found, largest_scale=fits if _run(step, batch, fits).culprit() is None else 0.0)
     if whole.culprit() is not None:
-        return replace(found, why=_why_not(found, given, batch, whole))
+        return replace(found, why=_why_not(found, step, batch, whole))
     for _ in range(_RUNS):
         origin = watch.culprit()
         if origin is None:
@@ -544,10 +534,10 @@ def _cured(found: Overflow, given: GivenStep, batch: Batch, seen: _Finite) -> Ov
     return replace(found, why="with all nodes in FP32 it is finite, and no fewer were found that are enough")
 
 
-def _why_not(found: Overflow, given: GivenStep, batch: Batch, whole: _Finite) -> str:
+def _why_not(found: Overflow, step: Step, batch: Batch, whole: _Finite) -> str:
     """Return why a run with all nodes in FP32 is not finite either."""
-    runner = runner_of(given.model)
-    plain = None if runner is None else _run(replace(given, model=runner.model), batch, found.scale).culprit()
+    runner = runner_of(step.model)
+    plain = None if runner is None else _run(step.of(runner.model), batch, found.scale).culprit()
     if plain is not None:
         return f"the model itself is not finite in FP32, first at {plain.name or plain.place.where or plain.op}"
     last = whole.culprit()

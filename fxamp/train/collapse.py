@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import nn
 
-from ..diagnose.step import GivenStep
+from ..diagnose.step import Step
 from ..errors import ScaleCollapseError
 from ..ranges.overflow import Overflow, overflow_of
 from .window import Window
@@ -43,9 +43,9 @@ def _first_overflow(step: TrainStep, window: Window) -> Overflow | None:
     # Ranks make different numbers of runs, so that none may exchange anything.
     if step.ranks.spread or (step.ranks.replicas and model is step.model):
         return None
-    given = GivenStep(model, tuple(window.batches), step.loss_fn, step)
+    window_step = Step(model, tuple(window.batches), step.loss_fn, step)
     try:
-        found = (overflow_of(given, batch, float(window.scale), cured=True) for batch in window.batches)
+        found = (overflow_of(window_step, batch, float(window.scale)) for batch in window.batches)
         return next((one for one in found if one is not None), None)
     except Exception as e:  # the error of many skipped steps is raised then
         logger.warning("fxamp: the batches were not run again: %s", e)

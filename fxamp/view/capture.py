@@ -30,7 +30,7 @@ from ..capture.inputs import Inputs, misplaced
 from ..capture.run import Captured
 from ..capture.state import STATES, State, in_state, state_of
 from ..errors import in_short
-from ..observe.reads import StorageReads
+from ..observe.interpret import StorageReads
 from ..observe.snapshot import same_attributes, same_random_state
 from ..observe.tensors import kept, strided
 from .check import check_capture, run_twin

@@ -95,7 +95,7 @@ class Part(NamedTuple):
         return OR.join(map(str, self.graphs))
 
 
-def parts_of(runner: Runner, costs: CostModel | None = None) -> list[Part]:
+def parts_of(runner: Runner, costs: CostModel | None = None, policy: Policy | None = None) -> list[Part]:
     """Return the graphs of a view by state; states in which the same is decided, under costs, are one part."""
     by_state: dict[State, list[Placed]] = {}
     for prefix, each in views_in(runner):
@@ -103,7 +103,7 @@ def parts_of(runner: Runner, costs: CostModel | None = None) -> list[Part]:
             by_state.setdefault(graph.state, []).append(Placed(each, prefix, graph))
     parts: list[Part] = []
     for state, graphs in by_state.items():
-        plan = together([(placed.prefix, placed.graph.under(costs)) for placed in graphs])
+        plan = together([(placed.prefix, placed.graph.under(costs, policy)) for placed in graphs])
         same = next((p for p in parts if (p.plan.decisions, p.plan.casts) == (plan.decisions, plan.casts)), None)
         if same is None:
             parts.append(same := Part(plan, {}))
@@ -111,15 +111,16 @@ def parts_of(runner: Runner, costs: CostModel | None = None) -> list[Part]:
     return parts
 
 
-def plan_of(runner: Runner, costs: CostModel | None = None) -> Plan:
+def plan_of(runner: Runner, costs: CostModel | None = None, policy: Policy | None = None) -> Plan:
     """Return the plan of a view over all graphs that were captured, those of views inside its model too.
 
-    With costs it is what would be decided under these; nothing is captured, and the view stays as it is.
+    With costs, or another policy of the same dtype and device, it is what would be decided under these; nothing is
+    captured, and the view stays as it is.
 
     Raises:
         CaptureError: nothing was captured yet.
     """
-    parts = parts_of(runner, costs)
+    parts = parts_of(runner, costs, policy)
     if not parts:
         raise CaptureError(
             f"nothing was captured yet: {type(runner.model).__name__} is captured at its first call, or when it is "

@@ -32,6 +32,7 @@ from ..capture.backend import require_inner
 from ..capture.graphs import Graphs
 from ..capture.graphs import runner_of as runner_of
 from ..capture.in_place import COPIES_A_MODEL
+from ..observe.watch import CALLERS
 from .runner import Runner, Written
 from .settings import Settings
 from .twin import MODEL_OF_COPY
@@ -282,6 +283,7 @@ def _plain(author: Any, kind: type | None) -> Any:
                 runner_of(self).say_uncaptured(name)
         return made
 
+    CALLERS[in_region_of_view.__code__] = "a method of a view that is not captured"
     return in_region_of_view
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -92,13 +93,17 @@ def keys(nodes: Iterable[Node]) -> dict[Node, str]:
 
     Calls that only bring or compute numbers have none, since other captures have constants in their place.
     """
-    count: dict[str, int] = {}
+    return numbered(node for node in nodes if node.op.startswith("call") and not ops.carries_number(node))
+
+
+def numbered(nodes: Iterable[Node]) -> dict[Node, str]:
+    """Return a key for each node: module path, op, and ordinal among those of both; for what is no call, its target."""
+    count: Counter[str] = Counter()
     out = {}
     for node in nodes:
-        if node.op.startswith("call") and not ops.carries_number(node):
-            stem = f"{module_path(node)}/{ops.name(node)}"
-            out[node] = f"{stem}#{count.get(stem, 0)}"
-            count[stem] = count.get(stem, 0) + 1
+        stem = f"{module_path(node)}/{ops.name(node) if node.op.startswith('call') else node.target}"
+        out[node] = f"{stem}#{count[stem]}"
+        count[stem] += 1
     return out
 
 

@@ -57,7 +57,7 @@ ARROWS = {
     "fxamp.measure": ".capture .observe .view passes passes._torch passes.contract passes.graph passes.ops",
     "fxamp.measure.fake_cuda": ".capture .errors .measure .observe .target passes._torch passes.contract",
     "fxamp.convert": "._torch .calibration .capture .errors .measure .observe .view passes.contract",
-    "fxamp.diagnose": ".capture .convert .errors .measure .observe passes._torch passes.contract passes.graph",
+    "fxamp.diagnose": ".capture .convert .errors .measure .observe .view passes._torch passes.contract passes.graph",
     "fxamp.census": (
         "._torch .capture .convert .diagnose .observe .results passes.contract passes.graph passes.ops passes.runtime"
     ),
@@ -81,13 +81,15 @@ ARROWS = {
         ".capture .census .convert .error .harmless .report.forms .report.page .report.record .train .view "
         "passes.contract"
     ),
-    "fxamp.report.diff": ".harmless .report .report.record passes._torch passes.contract passes.graph passes.ops",
+    "fxamp.report.diff": (
+        ".harmless .observe .report .report.record passes._torch passes.contract passes.graph passes.ops"
+    ),
     "fxamp.report.gate": (
         ".capture .census .convert .errors .harmless .measure .measure.fake_cuda .report .report.diff "
         ".report.record .target .train passes.contract passes.ops"
     ),
     "fxamp.pytest_plugin": ".report.gate",
-    "fxamp.demo": ".census .convert .measure .report .report.gate .train passes.contract",
+    "fxamp.demo": ".census .convert .measure .observe .report .report.gate .train passes.contract",
     "fxamp.integrations": ".capture .census .convert .errors .train .view passes.contract passes.ops",
     "fxamp.lightning": ".integrations",
     "fxamp.huggingface": ".integrations",

@@ -12,11 +12,12 @@ from torch.fx import GraphModule
 from passes.contract.errors import FxampError
 from passes.contract.plan import Plan
 
+from ...observe.places import unique_keys
 from ..reader import Readable, captured_and_emitted, emitted, plan_in
 from .changes import PLAN_KEY as PLAN_KEY
 from .changes import Change as Change
 from .changes import another_model, by_rule, compared, renamed
-from .items import arguments, node_keys, of_graph, of_plan
+from .items import arguments, of_graph, of_plan
 from .listing import GraphDiff as GraphDiff
 from .marked import marked
 from .match import match
@@ -94,7 +95,7 @@ def _of_graphs(titles: tuple[str, str], before: GraphModule, after: GraphModule)
     if not alike:
         return GraphDiff(*titles, (another_model(left, right, pairs),))
     olds, news = list(before.graph.nodes), list(after.graph.nodes)
-    own, names = node_keys(before.graph), node_keys(after.graph)
+    own, names = unique_keys(before.graph), unique_keys(after.graph)
     shared = own | {olds[o]: names[news[n]] for n, o in pairs.items()}  # one node has one name on both sides
     written = {n: (arguments(olds[o], shared), arguments(news[n], names)) for n, o in pairs.items()}
     for new, (theirs, ours) in written.items():

@@ -16,6 +16,7 @@ from passes.graph.notes import is_inserted
 from passes.graph.values import module_path, node_names
 from passes.ops import ops
 
+from ...observe.places import unique_keys
 from ..record.build import Emitted
 from .match import Item
 
@@ -57,8 +58,8 @@ def arrow(cast: Node) -> str:
 
 
 def of_graph(graph: Graph) -> list[Item]:
-    """Return the nodes of a graph as items, with the keys of `node_keys`; operands are compared after matching."""
-    named, places = node_keys(graph), {node: at for at, node in enumerate(graph.nodes)}
+    """Return the nodes of a graph as items, with keys of their own; operands are compared after matching."""
+    named, places = unique_keys(graph), {node: at for at, node in enumerate(graph.nodes)}
     return [
         Item(
             key, module_path(node), label(node), tuple(places[n] for n in node.all_input_nodes),
@@ -74,18 +75,6 @@ def label(node: Node) -> str:
         return ops.name(node) if node.op.startswith("call") else f"{node.op} {node.target}"
     owner = node.graph.owning_module
     return f"call_module {type(owner.get_submodule(str(node.target))).__name__ if owner is not None else ''}"
-
-
-def node_keys(graph: Graph) -> dict[Node, str]:
-    """Key every node by module path, name of the target, and ordinal among those that share both."""
-    seen: Counter[str] = Counter()
-    named = {}
-    for node in graph.nodes:
-        path = module_path(node)
-        name = f"{path}/{_short_name(node)}" if path else _short_name(node)
-        named[node] = f"{name}#{seen[name]}"
-        seen[name] += 1
-    return named
 
 
 def _short_name(node: Node) -> str:

@@ -29,9 +29,10 @@ from passes.ops import ops
 from passes.ops.rules import row_named
 
 from ...harmless import visible
+from ...observe.places import unique_keys
 from ..record.record import LOW
 from .changes import Change, another_model, merged
-from .items import arguments, arrow, dtype_of, node_keys, target_of
+from .items import arguments, arrow, dtype_of, target_of
 from .match import Item, match
 
 _NO_CALLS = ("placeholder", "get_attr", "module _guards_fn")
@@ -119,7 +120,7 @@ class _Writer:
 
     def __init__(self, graph: Graph, before: Sequence[_Unit], after: Sequence[_Unit], pairs: dict[int, int]) -> None:
         self.before, self.after = before, after
-        self.keys = node_keys(graph)
+        self.keys = unique_keys(graph)
         self.became = {old: new for new, old in pairs.items()}
         self.names = {node: before[old].nodes[0].name for new, old in pairs.items() for node in after[new].nodes[-1:]}
         self.shown: set[Node] = set()

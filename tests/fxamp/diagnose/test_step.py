@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import itertools
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import fxamp
-from fxamp.diagnose.step import given_step
+from fxamp.diagnose.step import step_of
 from fxamp.errors import NotAModuleError
 from passes.contract.errors import CaptureError, PolicyError
 from tests.support.helpers import Layers
@@ -28,16 +30,16 @@ def test_inputs_batches_and_steps_give_the_same_batches() -> None:
     model = net()
     step = fxamp.TrainStep(model, CE, torch.optim.SGD(model.parameters(), lr=0.1))
     for found in (
-        given_step(model, X, Y, loss=CE),
-        given_step(model, batches=iter([(X, Y)]), loss=CE),
-        given_step(model, batches=[[X, Y]], loss=CE),
-        given_step(step, X, Y),
+        step_of(model, X, Y, loss=CE),
+        step_of(model, batches=iter([(X, Y)]), loss=CE),
+        step_of(model, batches=[[X, Y]], loss=CE),
+        step_of(step, X, Y),
     ):
         (batch,) = found.batches
         assert batch[0] is X
         assert batch[1] is Y
-        assert torch.equal(found.run(model, batch)[1], CE(model(X), Y))
-    assert given_step(step, X).step is step
+        assert torch.equal(found.call(model, batch)[1], CE(model(X), Y))
+    assert step_of(step, X).train_step is step
 
 
 class Scalars(nn.Module):
@@ -54,26 +56,26 @@ def test_what_is_no_step_is_refused_with_the_way_out() -> None:
     model = net()
     step = fxamp.TrainStep(model, CE, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(NotAModuleError, match="not function"):
-        given_step(lambda x: x, X)
+        step_of(lambda x: x, X)
     with pytest.raises(CaptureError, match="to_empty"):
-        given_step(net().to("meta"), X)
+        step_of(net().to("meta"), X)
     with pytest.raises(PolicyError, match="leave out loss"):
-        given_step(step, X, Y, loss=CE)
+        step_of(step, X, Y, loss=CE)
     with pytest.raises(PolicyError, match="in their place"):
-        given_step(model)
+        step_of(model)
     with pytest.raises(PolicyError, match="in their place"):
-        given_step(model, X, batches=[X])
+        step_of(model, X, batches=[X])
     with pytest.raises(PolicyError, match="pairs"):
-        given_step(model, None, Y, batches=[X], loss=CE)
+        step_of(model, None, Y, batches=[X], loss=CE)
     with pytest.raises(PolicyError, match="empty"):
-        given_step(model, batches=[])
+        step_of(model, batches=[])
     for module, loss, text in (
         (model, None, "has no loss: give loss="), (Scalars(), None, "2 scalars: give loss="),
         (Whole(), None, r"shape \(6, 8\)"), (model, lambda out: out, r"not one of shape \(6, 4\)"),
     ):  # fmt: skip
-        given = given_step(module, X, loss=loss)
+        given = step_of(module, X, loss=loss)
         with pytest.raises(PolicyError, match=text):
-            given.run(module, given.batches[0])
+            given.call(module, given.batches[0])
 
 
 class LossWithWeights(nn.Module):
@@ -175,12 +177,19 @@ def test_of_an_endless_loader_as_many_batches_are_taken_as_are_needed(name: str)
 
 def test_batches_are_taken_one_after_the_other() -> None:
     source = Endless()
-    given = given_step(net(), batches=source, loss=CE)
+    given = step_of(net(), batches=source, loss=CE)
     assert source.read == 1
     for number, _ in enumerate(given.batches, 1):
         assert source.read == number
     assert [source.read, len(given.batches)] == [8, 8]
-    assert len(given_step(net(), batches=[(X, Y)] * 20, loss=CE).batches) == 20
+    assert len(step_of(net(), batches=[(X, Y)] * 20, loss=CE).batches) == 20
+
+
+def test_of_an_endless_loader_exactly_as_many_batches_are_taken_as_are_asked_for() -> None:
+    source = Endless()
+    found = fxamp.measure_error(net(), batches=itertools.islice(source, 12), loss=CE, policies="O1")
+    assert [found.batches, source.read] == [12, 12]
+    assert len(step_of(net(), batches=collections.deque([(X, Y)] * 9), loss=CE).batches) == 9
 
 
 class Noisy(torch.utils.data.Dataset[Any]):
@@ -200,7 +209,7 @@ def test_a_loader_its_sampler_and_the_generators_are_as_before(own: bool) -> Non
     torch.manual_seed(5)
     if generator is not None:
         generator.manual_seed(3)
-    found = given_step(net(), batches=loader, loss=CE).batches
+    found = step_of(net(), batches=loader, loss=CE).batches
     fxamp.measure_error(net_of_seed(), batches=loader, loss=CE, policies="O1")
     assert len(found) == 8
     assert not torch.equal(found[0][0], found[1][0])
@@ -224,11 +233,11 @@ class Two(nn.Module):
 
 
 def test_two_inputs_are_told_from_inputs_and_target_by_the_signature_of_the_model() -> None:
-    (two,) = given_step(Two(), batches=[(X, X)], loss=torch.mean).batches
+    (two,) = step_of(Two(), batches=[(X, X)], loss=torch.mean).batches
     assert (len(two[0]), two[1]) == (2, None)
-    (three,) = given_step(Two(), batches=[[X, X, Y]], loss=CE).batches
+    (three,) = step_of(Two(), batches=[[X, X, Y]], loss=CE).batches
     assert (len(three[0]), three[1] is Y) == (2, True)
-    (pair,) = given_step(Two(), batches=[((X, X), Y)], loss=CE).batches
+    (pair,) = step_of(Two(), batches=[((X, X), Y)], loss=CE).batches
     assert (len(pair[0]), pair[1] is Y) == (2, True)
     fxamp.measure_error(Two(), batches=[(X, X)], loss=lambda out: out.square().mean(), policies="O1")
 

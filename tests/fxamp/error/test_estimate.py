@@ -11,10 +11,10 @@ from torch import Tensor, library, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxamp
-from fxamp.diagnose.step import given_step
-from fxamp.diagnose.subject import Ran, Subject
+from fxamp.diagnose.step import Outcome, step_of
 from fxamp.error.derivatives import Derivatives, keys_of
 from fxamp.error.estimate import estimated
+from fxamp.observe.emulation import Observer
 from passes.contract.errors import CaptureError, PolicyError
 from reports.zoo import BY_NAME
 from tests.support.helpers import matrix
@@ -49,11 +49,11 @@ def test_predictions_are_near_measurements_on_other_batches(name: str) -> None:
 )
 def test_what_nodes_add_to_the_error_of_gradients_is_the_whole(name: str) -> None:
     zoo = BY_NAME[name]
-    subject = Subject(given_step(zoo.build().eval(), batches=batches(name, 2), loss=zoo.loss))
-    derived = Derivatives(subject, "O2")
+    step = step_of(zoo.build().eval(), batches=batches(name, 2), loss=zoo.loss)
+    derived = Derivatives(step, "O2")
     for policy in ("O1", "O2"):
-        found = estimated(subject, (policy,), gradients="nodes")[policy]
-        variance = sum(derived.gradients(map(keys_of, subject.rounding(policy)))) / 2  # of two batches
+        found = estimated(step, (policy,), gradients="nodes")[policy]
+        variance = sum(derived.gradients(map(keys_of, step.rounding(policy)))) / 2  # of two batches
         assert (variance / len(found.parameters)) ** 0.5 == pytest.approx(found.per_parameter, rel=0.15)
         assert sum(node.gradient or 0 for node in found.nodes) == pytest.approx(1)
         assert sum(found.by("module", of="gradient").values()) == pytest.approx(1)
@@ -66,10 +66,10 @@ def test_what_nodes_add_is_relative_to_the_gradients_of_all_batches() -> None:
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
     x, y = torch.randn(2, 64, 16), torch.randn(64, 4)
     fitted = model(x[1]).detach() + 0.01 * torch.randn(64, 4)
-    subject = Subject(given_step(model, batches=[(x[0], y), (x[1], fitted)], loss=nn.functional.mse_loss))
-    found = estimated(subject, ("O1",))["O1"]
-    derived = Derivatives(subject, "O2")
-    variance = sum(derived.gradients(map(keys_of, subject.rounding("O1")))) / 2
+    step = step_of(model, batches=[(x[0], y), (x[1], fitted)], loss=nn.functional.mse_loss)
+    found = estimated(step, ("O1",))["O1"]
+    derived = Derivatives(step, "O2")
+    variance = sum(derived.gradients(map(keys_of, step.rounding("O1")))) / 2
     assert (variance / len(found.parameters)) ** 0.5 == pytest.approx(found.per_parameter, rel=0.3)
 
 
@@ -208,19 +208,19 @@ def test_gradients_in_fp16_are_predicted_with_a_scaled_loss_as_they_are_measured
 
 def test_a_scale_is_halved_until_gradients_are_finite_and_changes_nothing_else() -> None:
     batch = (torch.randn(16, 32), None)
-    subject = Subject(given_step(Sized(8.0), batches=[batch]))
-    kept: list[Ran] = [subject.emulated("O1,dtype=fp16", batch, lambda _, t: t, scale=s) for s in (1.0, 2.0**16)]
+    step = step_of(Sized(8.0), batches=[batch])
+    kept: list[Outcome] = [step.run(batch, "O1,dtype=fp16", Observer(), scale=s) for s in (1.0, 2.0**16)]
     assert all(torch.equal(kept[0].gradients[n], kept[1].gradients[n]) for n in kept[0].gradients)
-    assert subject.scale("O1,dtype=fp16") == 2.0**16
-    assert subject.scale("O1,dtype=bf16") == subject.scale("FP32") == 1.0
+    assert step.scale("O1,dtype=fp16") == 2.0**16
+    assert step.scale("O1,dtype=bf16") == step.scale("FP32") == 1.0
     tried: list[float] = []
 
-    def run(scale: float) -> Ran:
+    def run(scale: float) -> Outcome:
         tried.append(scale)
-        return Ran(1.0, {"w": torch.tensor(float("inf") if scale > 2.0**14 else 1.0)}, None)
+        return Outcome(1.0, {"w": torch.tensor(float("inf") if scale > 2.0**14 else 1.0)}, None)
 
     for _ in range(2):
-        subject.scaled("O1,dtype=fp16", run)
+        step.scaled("O1,dtype=fp16", run)
     assert tried == [2.0**16, 2.0**15, 2.0**14, 2.0**14]  # the next batch begins where this one ended
 
 

@@ -9,21 +9,20 @@ import torch
 from torch import Tensor, nn
 
 import fxamp
-from fxamp.diagnose.step import GivenStep, given_step
-from fxamp.diagnose.subject import POLICIES, Subject
+from fxamp.diagnose.step import POLICIES, Step, step_of
 from fxamp.error.rounding import error, nearest, stochastic, ulp
 from fxamp.error.variances import Unrounded, moved_by
-from fxamp.observe.emulation import Site
+from fxamp.observe.emulation import Observer, Site
 from reports.zoo import BY_NAME
 from tests.support.helpers import Layers, matrix
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 
 
-def given(name: str, batches: int = 2) -> GivenStep:
+def given(name: str, batches: int = 2) -> Step:
     zoo = BY_NAME[name]
     made = [zoo.inputs(3 + i) for i in range(batches)]
-    return given_step(zoo.build().eval(), batches=[kwargs or args[0] for args, kwargs in made], loss=zoo.loss)
+    return step_of(zoo.build().eval(), batches=[kwargs or args[0] for args, kwargs in made], loss=zoo.loss)
 
 
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
@@ -68,19 +67,19 @@ def test_a_row_that_is_masked_whole_makes_no_infinite_error() -> None:
 
 @pytest.mark.parametrize("name", ["resnet18", *matrix("hf_bert", "hf_t5")])
 def test_a_graph_without_its_casts_computes_what_the_model_computes(name: str) -> None:
-    subject = Subject(given(name, 1))
-    batch = subject.given.batches[0]
+    step = given(name, 1)
+    batch = step.batches[0]
     seen: list[Site] = []
 
     def at(site: Site, value: Tensor) -> Tensor:
         seen.append(site)
         return value
 
-    expected, got = subject.real("FP32", batch), subject.emulated("O2", batch, at)
+    expected, got = step.run(batch, "FP32"), step.run(batch, "O2", Observer(at))
     assert got.loss == pytest.approx(expected.loss, rel=1e-6)
     for key, gradient in expected.gradients.items():
         assert torch.allclose(got.gradients[key], gradient, rtol=1e-3, atol=1e-6), key
-    assert {s.key for s in seen if s.rounds} <= {d.key for d in fxamp.plan_of(subject.view("O2")).decisions}
+    assert {s.key for s in seen if s.rounds} <= {d.key for d in fxamp.plan_of(step.view("O2")).decisions}
 
 
 def test_everything_is_as_before() -> None:
@@ -162,11 +161,11 @@ def test_a_model_with_converted_parts_is_refused() -> None:
 @pytest.mark.parametrize("name", [pytest.param("hf_bert", marks=pytest.mark.matrix), "gpt"])
 def test_a_step_that_rounds_nothing_gives_each_policy_what_its_own_graphs_give(name: str) -> None:
     whole = given(name, 1)
-    steps = Unrounded(Subject(whole), POLICIES)
+    steps = Unrounded(whole, POLICIES)
     assert list(steps.runs.values()) == [list(POLICIES)]
-    steps.run(next(iter(steps.runs)), whole.batches[0])
+    steps.run(next(iter(steps.runs)), whole.batches[0], [])
     for policy in ("O2", "O3"):
-        expected = {moved.site.place: moved for moved in moved_by(Subject(whole), policy)}
+        expected = {moved.site.place: moved for moved in moved_by(given(name, 1), policy)}
         got = {moved.site.place: moved for moved in steps.moved(policy)}
         assert got.keys() == expected.keys()
         for place, moved in expected.items():

@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from passes.contract.plan import Decision, Plan
 from passes.contract.plan_format import FORMAT_VERSION
 from passes.contract.policy import Policy
 from reports.zoo import GPT, CausalBlock
+from tests.support.helpers import Layers
 
 
 def decision(key: str, colour: str = "bfloat16", graph: int = 0) -> Decision:
@@ -346,6 +348,22 @@ def test_node_added_to_a_graph_is_listed_with_its_reader() -> None:
     linear.replace_input_with(linear.all_input_nodes[0], cast)
     kinds = [(change.kind, change.field) for change in diff(before, after).changes]
     assert kinds == [("added", "target"), ("changed", "operands")]
+
+
+def test_a_call_of_the_authors_is_called_as_its_decision_is_and_no_other_node_is() -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight).to(torch.float64)  # of the op and the module that casts have
+
+    model, x = Layers(forward, weight=nn.Parameter(torch.randn(4, 4))), torch.randn(2, 4)
+    view = fxamp.convert(model, (x,), policy="O1,dtype=bf16")
+    graphs = (fxamp.graphs(v)[0] for v in (fxamp.convert(model, (x,), policy="O0"), view))
+    found = diff(*(torch.fx.GraphModule(graph, graph.graph) for graph in graphs))  # which have no plan
+    decisions = {d.key for d in fxamp.plan_of(view).decisions}
+    assert {c.key for c in found.changes if c.kind == "changed"} <= decisions
+    added = [c.key for c in found.changes if c.kind == "added"]
+    assert added
+    assert not decisions & set(added)
+    assert len(added) == len(set(added))
 
 
 def test_other_dtype_of_a_node_is_listed() -> None:
