@@ -268,6 +268,16 @@ def test_an_output_that_a_matrix_product_reads_too_is_not_rounded_where_that_tak
     assert fxamp.plan_of(module).casts == fxamp.plan_of(rounding).casts
 
 
+@pytest.mark.parametrize("batch", [2, 64])
+def test_a_placement_does_not_depend_on_the_batch_of_the_example(batch: int) -> None:
+    def scaled(self: Any, x: Tensor) -> Tensor:  # a value of fixed size beside one that grows with the batch
+        return (self.l(x).unsqueeze(1) * self.m(self.m.weight)).prod(-1)
+
+    model = Layers(scaled, l=nn.Linear(256, 256), m=nn.Linear(256, 256))
+    view = fxamp.convert(model, (torch.randn(batch, 256),), policy="O2,dtype=bf16")
+    assert [d.colour for d in fxamp.plan_of(view).decisions if d.op == "mul"] == ["float32"]
+
+
 def test_a_graph_that_allows_no_placement_is_a_bug_and_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
     def unbounded(problem: Any) -> Any:
         raise networkx.NetworkXUnbounded
