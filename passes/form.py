@@ -20,10 +20,11 @@ from torch.fx import Graph, Node
 from .contract.errors import PolicyError
 from .contract.plan import Decision
 from .contract.policy import Target
-from .contract.reasons import Reason
+from .contract.reasons import BODY, Reason
 from .graph.bodies import Border
 from .graph.notes import CAST_OPERAND, note, provenance
 from .graph.values import LOW_DTYPES, Inference, ValueDtype, recast, run
+from .ops.rules import LOW
 from .runtime.casts import CAST, cast_floating
 
 Position = tuple[str, int]  # an operand: argument name, index in a list argument
@@ -83,6 +84,11 @@ class Choice:
     def casts(self) -> dict[Position, torch.dtype]:
         """The operands that are cast, and to what."""
         return {e.place: e.dtype for e in self.edits if isinstance(e, Cast)}
+
+    @property
+    def lowers(self) -> bool:
+        """Its operands are cast to low by the rule of its op, or, at the border of a body, by those of ops inside."""
+        return self.reason.kind in (LOW, BODY)
 
     def has(self, kind: type[Edit]) -> bool:
         """Say whether there is an edit of a kind."""

@@ -159,7 +159,8 @@ def _named(simulation: Simulation, colours: Colours) -> Colours:
         row, why = row_of(node), choice.reason
         if note_of(node).fused and not row.commutes:
             why = why.because(Code.FASTPATH(f"a fused kernel in eager evaluation ({why})"))
-        if row.recomputed and any(len(n.users) > 1 and n in grad and is_leaf(n) for n in node.all_input_nodes):
+        apart = [o.node for o in ops.operands(node) if o.place not in choice.casts] if row.recomputed else []
+        if any(len(n.users) > 1 and n in grad and is_leaf(n) for n in apart):
             why = why.because(Code.SUM_ORDER(f"casts weights that are read elsewhere too ({why})"))
         wide = row.recurrent and (x := node.all_input_nodes[0]) in grad and simulation.dtypes[x] == torch.float32
         once = ops.argument(node, row.casts_again) and not choice.has(UnderAutocast)

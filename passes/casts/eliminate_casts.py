@@ -34,7 +34,7 @@ from ..graph.notes import CLAMP_OPERAND, READ_OUTPUT, is_inserted, note, note_of
 from ..graph.values import LOW_DTYPES, literal_dtype
 from ..ops import ops
 from ..ops.facts import absorbs_cast
-from ..ops.rules import LOW, row_of
+from ..ops.rules import row_of
 from ..runtime.casts import again, cast_weight
 
 
@@ -131,7 +131,7 @@ def _share(graph: Graph, assignment: Assignment, mode: str) -> int:
         value = cast.args[0]
         if not is_inserted(cast) and not _is_lent(cast, assignment, aliases):
             continue
-        by_rule = all(u in assignment.colours and assignment.colours[u].reason.kind == LOW for u in cast.users)
+        by_rule = all(u in assignment.colours and assignment.colours[u].lowers for u in cast.users)
         if not shares_cast(mode, value, cast, is_inserted(cast) and by_rule, grad):
             continue
         grad_mode, switches = modes[cast]

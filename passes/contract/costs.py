@@ -70,6 +70,7 @@ class PricedNet:
         down: that of the casts to low, where it is FP32.
         alone: for each reader what it pays if it casts the value up by itself; None if it does not. Readers that do pay
             this, or `up` together if that is less.
+        wide: what is read is FP32, whatever dtype the value is stored in: the cast of an output that is handed out.
     """
 
     value: Hashable
@@ -77,6 +78,7 @@ class PricedNet:
     up: int
     down: int
     alone: tuple[int | None, ...] = ()
+    wide: bool = False
 
     def times(self, factor: int) -> PricedNet:
         """Return the net at so many times its price."""
@@ -104,6 +106,7 @@ class Net:
         low: the low dtype.
         grad: gradients flow through the value.
         runs: how often the value is cast, and its gradient, in the time that prices are for.
+        wide: the reads are of the FP32 in which an output is handed out, also where the value is low.
     """
 
     value: Node
@@ -112,6 +115,7 @@ class Net:
     low: torch.dtype
     grad: bool
     runs: tuple[int, int] = (1, 1)
+    wide: bool = False
 
     def at(self, forward: int, backward: int) -> PricedNet:
         """Return the net at the price of one cast of the value, and of one of its gradient."""
@@ -119,7 +123,7 @@ class Net:
         total = forward * self.casts[0] + backward * self.casts[1]
         lefts = [read.left for read in self.reads.values()]
         alone = tuple(None if n is None else forward * n[0] + backward * n[1] for n in lefts)
-        return PricedNet(self.value, tuple(self.reads), total, total, alone)
+        return PricedNet(self.value, tuple(self.reads), total, total, alone, self.wide)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ ARROWS = {
     "passes.runtime": "._torch .contract",
     "passes.ops": "._torch .contract .ops.table .runtime",
     "passes.graph": "._torch .contract .ops .runtime",
-    "passes.form": ".contract .graph .runtime",
+    "passes.form": ".contract .graph .ops .runtime",
     "passes.assign.colour": "._torch .contract .form .graph .ops",
     "passes.assign.place": ".assign.colour .contract .form .graph .ops",
     "passes.casts": "._torch .contract .form .graph .ops .runtime",

@@ -258,8 +258,20 @@ def inside_and_outside(self: Any, x: Tensor) -> Tensor:
     return checkpointed(self, x) + self.m(x)
 
 
-@pytest.mark.parametrize(("forward", "codes"), [(checkpointed, set()), (inside_and_outside, {"sum_order"})])
-def test_a_weight_that_a_checkpoint_shares_has_a_code_and_no_other_does(forward: Any, codes: set[str]) -> None:
+def inside_in_fp32_too(self: Any, x: Tensor) -> Tensor:
+    def block(t: Tensor) -> Tensor:
+        return self.m(t).relu() + self.m.weight.abs().sum() + self.m.bias.abs().sum()
+
+    inside: Tensor = checkpoint(block, self.l(x), use_reentrant=False)
+    return inside + self.m(x)
+
+
+@pytest.mark.parametrize(
+    ("forward", "codes"), [(checkpointed, set()), (inside_and_outside, set()), (inside_in_fp32_too, {"sum_order"})]
+)
+def test_a_weight_that_a_checkpoint_shares_has_a_code_where_it_is_not_cast_outside(
+    forward: Any, codes: set[str]
+) -> None:
     torch.manual_seed(0)
     model, x = Two(forward), {"x": torch.randn(64, 6)}
     expected = passed(UnderAutocast(model, BF16), model, x)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fxamp
 from fxamp.measure.counts import step_counts
@@ -166,3 +167,62 @@ def test_a_weight_is_cast_once_for_passes_with_and_without_gradients(forward: An
     assert ours.casts <= theirs.casts
     with torch.no_grad():  # a cast with its history hands none on
         assert not view(x).requires_grad
+
+
+def in_two_checkpoints(self: Any, x: Tensor) -> Tensor:
+    def block(x: Tensor) -> Tensor:
+        return torch.tanh(self.m(self.l(x)))
+
+    return checkpoint(block, checkpoint(block, x, use_reentrant=False), use_reentrant=False)
+
+
+def in_a_checkpoint_and_outside(self: Any, x: Tensor) -> Tensor:
+    y = checkpoint(lambda x: torch.tanh(self.m(self.l(x))), self.m(self.l(x)), use_reentrant=False)
+    return self.m(self.l(y))
+
+
+def in_a_checkpoint_inside_another(self: Any, x: Tensor) -> Tensor:
+    def inner(x: Tensor) -> Tensor:
+        return torch.tanh(self.l(x))
+
+    def outer(x: Tensor) -> Tensor:
+        y = checkpoint(inner, self.m(x), use_reentrant=False)
+        return checkpoint(inner, self.m(torch.sin(y)), use_reentrant=False)
+
+    return checkpoint(outer, self.m(self.l(x)), use_reentrant=False)
+
+
+@pytest.mark.parametrize("policy", ["O1,dtype=bf16", "O2,dtype=bf16"])
+@pytest.mark.parametrize("forward", [in_two_checkpoints, in_a_checkpoint_and_outside, in_a_checkpoint_inside_another])
+def test_a_weight_in_several_checkpoints_is_cast_no_more_often_than_by_autocast(forward: Any, policy: str) -> None:
+    torch.manual_seed(0)
+    model, x = Two(forward), torch.randn(64, 6)
+    view = fxamp.convert(model, (x,), policy=policy)
+    if policy.startswith("O1"):
+        assert_trains_as_autocast(view, model, x)
+
+    def under_autocast() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x).float().sum()
+
+    theirs, ours = step_counts(under_autocast), step_counts(lambda: view(x).sum())
+    assert ours.casts <= theirs.casts
+
+
+def test_a_reentrant_checkpoint_sums_gradients_of_a_weight_apart_at_o1() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = checkpoint(lambda x: torch.tanh(self.m(self.l(x))), self.m(self.l(x)), use_reentrant=True)
+        return self.m(self.l(y))
+
+    torch.manual_seed(0)
+    model, x = Two(forward), torch.randn(64, 6)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(x).float().sum()
+    loss.backward()  # `torch.autograd.grad` is not for it
+    autocasts = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    fxamp.convert(model, (x,), policy="O1,dtype=bf16")(x).sum().backward()
+    for parameter, theirs in zip(model.parameters(), autocasts, strict=True):
+        assert theirs is not None
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, theirs)

@@ -13,7 +13,17 @@ from torch import Tensor, nn
 from torch import library as operators
 
 import fxamp
-from tests.support.front_ends import BF16, FRESH, captured, convert, each_capture, each_front_end, one, tensors
+from tests.support.front_ends import (
+    BF16,
+    FRESH,
+    assert_trains_as_autocast,
+    captured,
+    convert,
+    each_capture,
+    each_front_end,
+    one,
+    tensors,
+)
 from tests.support.helpers import Two, example, in_turns
 
 pytestmark = [*FRESH, pytest.mark.filterwarnings("ignore:flex_attention called without")]
@@ -271,3 +281,25 @@ def test_what_a_composite_calls_and_nothing_decomposes_runs_as_under_autocast(fr
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(module(*one()), model(*one()))
     assert fxamp.plan_of(module).deviations == ()
+
+
+def pooled(self: Any, x: Tensor) -> Tensor:
+    """Attention over the valid rows, pooled by their mean and scaled by their deviation."""
+    h, valid = self.l(x), x > -1
+    weights = torch.masked.softmax(h @ h.t(), -1, mask=valid[:, :1].t().expand(len(x), -1))
+    mean = torch.masked.mean(self.m(x), 0, mask=valid)
+    return weights @ h * mean / (torch.masked.std(h, 0, mask=valid, unbiased=False) + 1)
+
+
+def normalized(self: Any, x: Tensor) -> Tensor:
+    return self.m(x) + torch.masked.normalize(self.l(x), 2.0, -1, mask=x > 0)
+
+
+@pytest.mark.parametrize("forward", [pooled, normalized])
+def test_a_python_function_that_the_tracer_calls_whole_runs_as_under_autocast(forward: Any) -> None:
+    torch.manual_seed(0)
+    model, x = Two(forward), torch.randn(32, 6)
+    view = fxamp.convert(model, (x,), policy="O1,dtype=bf16")
+    assert_trains_as_autocast(view, model, x)
+    codes = {d.code for d in fxamp.plan_of(view).decisions if "masked" in d.op}
+    assert codes == {"as_autocast"}

@@ -5,6 +5,7 @@ What decides, and in which order, is the strategy's: autocast's or a policy's (`
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -15,9 +16,10 @@ from torch.fx import Graph, Node
 
 from ...contract.policy import Policy, Target
 from ...contract.reasons import BODY, Code, Reason
-from ...form import Choice
+from ...form import Cast, Choice
 from ...graph.aliases import Aliases, is_opaque
 from ...graph.bodies import Body, Border
+from ...graph.grad import is_leaf, shares_cast, what_it_reads
 from ...graph.notes import note_of
 from ...graph.values import (
     ELIGIBLE,
@@ -32,7 +34,7 @@ from ...graph.values import (
     original_dtypes,
 )
 from ...ops import ops
-from ...ops.rules import Rule, row_of
+from ...ops.rules import LOW, Rule, row_of
 from .extremes import Extremes
 
 if TYPE_CHECKING:
@@ -163,22 +165,59 @@ class Simulation:
         """Run through the body of a higher-order op with the dtypes that its operands have here.
 
         The body's own passes carry out what this run decides. If its result is written in place, and pinned, the body
-        returns its original dtypes.
+        returns its original dtypes. A weight that is read low inside and elsewhere too is cast here, once for all.
         """
-        pinned = not is_opaque(node) and self.aliases.find(node) in self.pinned
-        border = Border({p: self.dtypes[v] for p, v in body.operands(node).items()}, pinned, bodies=body.bodies())
-        original = original_dtypes(body.graph, body.attribute)
-        inside = Simulation(
-            self.rules, self.policy, self.target, body.graph, original, self.infer, Aliases(body.graph),
-            stacks=module_types(body.graph), border=border,
-            reference=None if self.reference is None else self.reference.bodies.get(node),
-        )  # fmt: skip
-        self.rules.settle(inside)
+        pinned, operands = not is_opaque(node) and self.aliases.find(node) in self.pinned, body.operands(node)
+        border = Border({p: self.dtypes[v] for p, v in operands.items()}, pinned, bodies=body.bodies())
+        inside, edits = self._inside(node, body, border), tuple[Cast, ...]()
+        # A reentrant checkpoint, whose inputs are leaves, sums the gradients of its own reads apart.
+        summed = {p for p in operands if self.policy.level.stores_low or note_of(p).role != "leaf"}
+        several = (p for p in operands if p in summed and self._is_cast_for_several(node, operands[p]))
+        if lent := {*filter(inside.only_lowers, several)}:
+            inside = self._inside(
+                node, body, replace(border, inputs={**border.inputs, **dict.fromkeys(lent, self.low)})
+            )
+            values = {operands[p] for p in lent}
+            edits = tuple(Cast(o.place, self.low) for o in ops.operands(node) if o.node in values)
         self.bodies[node] = inside
         self.dtypes[node] = self.original[node] if pinned else body.dtypes(inside.dtypes)
         why = Reason(Code.BODY, "its body is rewritten, for the dtypes of its operands", BODY)
         why = why.because(Code.MUTATED(Code.MUTATED.meaning)) if pinned else why
-        self.colours[node] = Choice(first_float(self.dtypes[node]) or torch.float32, why)
+        self.colours[node] = Choice(first_float(self.dtypes[node]) or torch.float32, why, edits)
+
+    def _inside(self, node: Node, body: Body, border: Border) -> Simulation:
+        """Run through a body with these dtypes at its border."""
+        inside = Simulation(
+            self.rules, self.policy, self.target, body.graph, original_dtypes(body.graph, body.attribute), self.infer,
+            Aliases(body.graph), stacks=module_types(body.graph), border=border,
+            reference=None if self.reference is None else self.reference.bodies.get(node),
+        )  # fmt: skip
+        self.rules.settle(inside)
+        return inside
+
+    def only_lowers(self, value: Node) -> bool:
+        """Say whether every read of a value is a cast to low by the rule of its reader."""
+        reads = [(u, o.place) for u in value.users for o in ops.operands(u) if o.node is value]
+        return {*value.users} == {u for u, _ in reads} and all(
+            u in self.colours and self.colours[u].lowers and self.colours[u].casts.get(place) == self.low
+            for u, place in reads
+        )
+
+    def _is_cast_for_several(self, node: Node, value: Node) -> bool:
+        """Say whether casts of an operand of a body are shared with another product, or with another body."""
+        if self.reference is None or self.dtypes.get(value) != torch.float32 or not is_leaf(value):
+            return False
+        others = (u for u in self._readers[what_it_reads(value)] if u is not node)
+        lower = any(u in self.border.bodies or row_of(u).kind(self.device) == LOW for u in others)
+        return lower and shares_cast(self.policy.sharing, value, node, True, frozenset([value]))
+
+    @functools.cached_property
+    def _readers(self) -> Mapping[object, Sequence[Node]]:
+        """Who reads each value; a front end may read an attribute at several nodes."""
+        readers: dict[object, list[Node]] = {}
+        for node in self.graph.nodes:
+            readers.setdefault(what_it_reads(node), []).extend(node.users)
+        return readers
 
     def _visit(self, node: Node, floats: list[ops.Operand]) -> None:
         """Decide on one node, and infer the dtypes of its results."""

@@ -31,6 +31,7 @@ from ...contract.reasons import CAST, Code
 from ...form import Cast, Choice, Colours, Position, Replace, SetDtype
 from ...graph.aliases import mutated_operands
 from ...graph.grad import grad_modes, requires_grad, shares_cast, shares_storage, what_it_reads
+from ...graph.outputs import Outputs
 from ...graph.values import ELIGIBLE, Dtypes, ValueDtype, dtype_reference, first_float, keys, recast
 from ...ops import ops
 from ...ops.facts import absorbs_cast
@@ -134,10 +135,14 @@ class Uses:
     Attributes:
         readers: for each value, who reads it, and at which operand.
         needs: the dtype that each operand of a node must have, given the node's present dtype.
+        outputs: of each output that is handed out in FP32 and may be low, the readers that other outputs come from.
     """
 
     def __init__(self, simulation: Simulation, free: Mapping[Node, None], grad: frozenset[Node]) -> None:
         self.simulation, self.free, self.grad, self._returned = simulation, free, grad, simulation.returned()
+        wide = [n for n, d in self._returned.items() if d == torch.float32 and n.op.startswith("call")]
+        lowered = [n for n in wide if n in free or simulation.dtypes.get(n) == simulation.low]
+        self.outputs = Outputs(simulation.graph, lowered).readers if lowered else {}
         self.needs = {n: self._needs(n) for n in simulation.graph.nodes}
         self.readers: dict[Node, list[tuple[Node, Position]]] = {n: [] for n in simulation.graph.nodes}
         for node in simulation.graph.nodes:
@@ -255,7 +260,8 @@ def price(problem: Problem, uses: Uses, costs: CostModel) -> Mapping[str, int]:
     for priced_net in scaled.nets:
         value: Any = priced_net.value
         readers = tuple(sides[value, reader] for reader in priced_net.readers)
-        problem.nets.append(replace(priced_net, value=uses.variable(value), readers=readers))
+        at = Side.FP32 if priced_net.wide else uses.variable(value)
+        problem.nets.append(replace(priced_net, value=at, readers=readers))
     return prices.timings
 
 
@@ -281,20 +287,27 @@ def _nets(
     """Yield the groups of reads of a value that share casts, and the side of each reader; none where all are fixed.
 
     Casts that share a storage are two things: one cast of the value for all, and one of the gradient for each.
-    `nodes` are the value; of an attribute that is read at several places there are several.
+    `nodes` are the value; of an attribute that is read at several places there are several. An output that others are
+    computed from is read through the FP32 that is handed out, which is cast down once for all low readers.
     """
     simulation, value = uses.simulation, nodes[0]
     if simulation.dtypes.get(value) not in (simulation.low, torch.float32):
         return
     mode = simulation.policy.sharing
     storage = value in uses.grad and shares_storage(mode, value, simulation.device)
+    through = uses.outputs.get(value, ())
+    wide = len(through) == 1 or (bool(through) and shares_cast(mode, value, value, False, uses.grad))
     casts: dict[Any, list[_Read]] = {}
     storages: dict[Any, list[_Read]] = {}
+    back: list[_Read] = []
     for node, (reader, where) in ((n, read) for n in nodes for read in uses.readers[n]):
         side = uses.side(reader, where)
         if side is None:
             continue
-        by_rule = reader in simulation.colours and simulation.colours[reader].reason.kind == LOW
+        if wide and reader in through:
+            back.append(_Read(node, reader, side))
+            continue
+        by_rule = reader in simulation.colours and simulation.colours[reader].lowers
         when = modes.get(reader), simulation.aliases.epoch(node, reader)
         key = when if (shared := shares_cast(mode, node, reader, by_rule, uses.grad)) else reader
         casts.setdefault((shared, key), []).append(_Read(node, reader, side))
@@ -305,6 +318,9 @@ def _nets(
         yield from _net(value, group, (0 if storage else count, count), shared, uses)
     for group in storages.values():
         yield from _net(value, group, (1, 0), False, uses)
+    if back:
+        for net, sides in _net(value, back, (1, 1), True, uses):
+            yield replace(net, wide=True), sides
 
 
 class _Read(NamedTuple):

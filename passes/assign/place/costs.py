@@ -13,7 +13,7 @@ from torch.fx import Node
 from ...contract.costs import Candidate, Net, Prices, Run
 from ...contract.devices import DEVICES
 from ...graph.aliases import makes_view
-from ...graph.values import concrete_size
+from ...graph.values import counted_size
 from ...ops import ops
 from ...ops.rules import row_of
 
@@ -55,9 +55,9 @@ class ByteCosts:
 
 
 def numel(value: Any) -> int:
-    """Return the number of floating elements of a value; symbolic sizes count as in the example inputs."""
+    """Return the number of floating elements of a value; a dynamic dimension counts as `counted_size` has it."""
     if isinstance(value, (tuple, list)):
         return sum(numel(v) for v in value)
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return 0
-    return math.prod(concrete_size(size) for size in value.shape)
+    return math.prod(counted_size(size) for size in value.shape)

@@ -253,9 +253,7 @@ TRIED = {"always": 260, "weights": 213, "never": 213, "large storage": 213, "sto
 def test_the_cut_moves_what_the_best_placement_moves(mode: str, more: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Policy, "sharing", mode)
     monkeypatch.setattr(sys.modules[__name__], "MOST", 6)  # free nodes: each more doubles the placements
-    # An output of the ninth of these is read in 16 bits through the FP32 that is handed out, by casts that no net has.
-    seeds = [seed for seed in range(10) if not (more and seed == 8)]
-    results = [r for seed in seeds if (r := judged(seed, more)) is not None]
+    results = [r for seed in range(10) if (r := judged(seed, more)) is not None]
     assert len(results) > 3
     assert [r for r in results if r.chosen != r.best] == []
 

@@ -255,14 +255,27 @@ def test_what_leaves_the_graph_is_cast_before_its_last_op_and_not_rounded_behind
     assert error < 0.9 * rounded
 
 
-def test_what_a_matrix_product_reads_too_is_rounded_once_for_both() -> None:
+def test_an_output_that_a_matrix_product_reads_too_is_not_rounded_where_that_takes_no_cast_more() -> None:
     class Both(Encoder):
         def forward(self, x: Tensor) -> Any:
             y = self.norm(self.first(x))
             return y, self.second(y)
 
-    module = graph_of(Both(), torch.randn(64, 32), "O2")
-    assert [d.colour for d in decided(module, "layer_norm")] == ["bfloat16"]
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+    module, rounding = (graph_of(Both(), x, policy) for policy in ("O2", "O2,ops.layer_norm=low"))
+    assert [d.colour for d in decided(module, "layer_norm")] == ["float32"]
+    assert [d.colour for d in decided(rounding, "layer_norm")] == ["bfloat16"]
+    assert fxamp.plan_of(module).casts == fxamp.plan_of(rounding).casts
+
+
+@pytest.mark.parametrize("batch", [2, 64])
+def test_a_placement_does_not_depend_on_the_batch_of_the_example(batch: int) -> None:
+    def scaled(self: Any, x: Tensor) -> Tensor:  # a value of fixed size beside one that grows with the batch
+        return (self.l(x).unsqueeze(1) * self.m(self.m.weight)).prod(-1)
+
+    model = Layers(scaled, l=nn.Linear(256, 256), m=nn.Linear(256, 256))
+    view = fxamp.convert(model, (torch.randn(batch, 256),), policy="O2,dtype=bf16")
+    assert [d.colour for d in fxamp.plan_of(view).decisions if d.op == "mul"] == ["float32"]
 
 
 def test_a_graph_that_allows_no_placement_is_a_bug_and_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
