@@ -140,7 +140,7 @@ class CompiledStep:
             torch.compiler.cudagraph_mark_step_begin()
         if self._hooks.moved():  # of which torch's guards on a model without hooks see nothing
             self.loss.forget()
-        self.leaves.reason = self._why_no_leaves()
+        self.leaves.begin(self._why_no_leaves())
         with self._inlining(inputs, loss_fn):
             returned = self.loss(self._model, loss_fn, inputs, target)
         if self.output is None:

@@ -135,7 +135,7 @@ class CompiledUpdate:
         return Update(held_back, norm)
 
     def _as_it_is(self, end: AtEnd) -> Update:
-        self._leaves.arrive(self.add)
+        self._leaves.arrive()
         return take_step(end)
 
     def add(self, to: list[Tensor], gradients: list[Tensor]) -> None:

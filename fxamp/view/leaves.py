@@ -71,6 +71,12 @@ class Leaves:
         hook = register_optimizer_step_post_hook(functools.partial(stepped_outside, weakref.ref(self)))
         weakref.finalize(self, hook.remove)
 
+    def begin(self, reason: str) -> None:
+        """Begin a micro-batch that reads leaves, or does not for a reason; there are none then."""
+        self.reason = reason
+        if reason:
+            self._leaves.clear()
+
     def of(self, master: Tensor, dtype: torch.dtype, flagged: bool = False, grad: bool = True) -> Tensor:
         """Return the copy of a weight, as `Copies.of` does."""
         leaf = self._leaves.get((id(master), dtype))
