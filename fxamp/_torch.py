@@ -133,10 +133,28 @@ def is_profiling() -> bool:
     return torch.autograd.profiler._is_profiler_enabled
 
 
-def global_optimizer_hooks() -> bool:
-    """Say whether there are hooks on the steps of all optimizers."""
+def global_optimizer_hooks(besides: Callable[..., Any]) -> bool:
+    """Say whether there are hooks on the steps of all optimizers, besides partial calls of a function."""
     module: Any = importlib.import_module("torch.optim.optimizer")
-    return bool(module._global_optimizer_pre_hooks or module._global_optimizer_post_hooks)
+    hooks = (*module._global_optimizer_pre_hooks.values(), *module._global_optimizer_post_hooks.values())
+    return any(getattr(hook, "func", None) is not besides for hook in hooks)
+
+
+def norms_of(tensors: list[torch.Tensor], order: float = 2) -> list[torch.Tensor]:
+    """Return the norm of each of some tensors, in FP32 of 16-bit ones, on an accelerator by few launches."""
+    dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors), torch.float32)
+    return list(torch._foreach_norm(tensors, order, dtype=dtype))
+
+
+@contextlib.contextmanager
+def as_if_compiling() -> Iterator[None]:
+    """Inside, `torch.compiler.is_compiling()` is true, so that an optimizer's step takes the path that is traced."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
 
 
 def of_fixed_sizes(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,10 +2,11 @@
 
     graph 1:  low copies of weights, inputs, target -> loss       its backward is compiled with it; the output only if
               it is asked for: what is returned is stored, and autograd hands backward a tensor of zeros for it
-    Python:   scale the loss, backward, count micro-batches
-    graph 2:  gradients -> unscaled, checked, clipped; parameters and optimizer state -> stepped, or as they were
+    Python:   scale the loss, backward, count micro-batches, look at gradients
+    graph 2:  gradients -> unscaled, clipped; weights, optimizer state, low copies -> stepped, or as they were
 
-A view in the model is traced into the first graph. In a window that keeps casts of weights, these are inputs of it.
+A view in the model is traced into the first graph, and its casts of weights become inputs of it: leaves of autograd,
+whose gradients stay in 16 bits until the second graph reads them. Where that cannot be, `leaves.reason` says why.
 """
 
 from __future__ import annotations
@@ -28,13 +29,15 @@ from .._torch import is_sharded
 from ..capture.graph import Graph, copied
 from ..observe import workload
 from ..observe.watch import Part, observed
-from ..view.copies import Lifted, lift, with_copies
+from ..view.copies import Copies, Lifted, lift, with_copies
 from ..view.hooks import HookWatch
+from ..view.leaves import Leaves
 from ..view.runner import Runner
 from ..view.traced import convert_views, traced
 from ..view.view import is_view, runner_of
-from .compiled_update import CompiledUpdate
+from .compiled_update import Compiled, CompiledUpdate
 from .compiler import CompileSettings, Region
+from .traced import Traced
 from .weights import WeightCasts
 from .window import LossFunction, loss_of
 
@@ -87,13 +90,14 @@ class CompiledStep:
     """
 
     def __init__(
-        self, settings: CompileSettings, model: nn.Module, weights: WeightCasts, output: Output | None = None
-    ) -> None:
-        self.settings, self.output = settings, output
+        self, settings: CompileSettings, model: nn.Module, weights: WeightCasts, output: Output | None = None,
+        update: Compiled | None = None,
+    ) -> None:  # fmt: skip
+        self.settings, self.output, self.leaves = settings, output, Leaves()
         self._model, self._weights = model, weights
         function = _loss if output is None else _loss_and_output
         self.loss = Region("model and loss", function, settings, self._compile)
-        self.update = CompiledUpdate(settings)
+        self.update = CompiledUpdate(settings, self.leaves, update)
         views = [m for m in model.modules() if is_view(m)]
         # The hooks by which FSDP2 gathers break graphs: there a view runs graphs of its own.
         self._runners = [runner_of(view) for view in views if not any(map(is_sharded, view.modules()))]
@@ -126,7 +130,7 @@ class CompiledStep:
         return None if loss is None or update is None else loss + update
 
     @property
-    def regions(self) -> tuple[Region, Region]:
+    def regions(self) -> tuple[Region, Traced]:
         """All compiled functions."""
         return self.loss, self.update.region
 
@@ -136,12 +140,32 @@ class CompiledStep:
             torch.compiler.cudagraph_mark_step_begin()
         if self._hooks.moved():  # of which torch's guards on a model without hooks see nothing
             self.loss.forget()
+        self.leaves.begin(self._why_no_leaves())
         with self._inlining(inputs, loss_fn):
             returned = self.loss(self._model, loss_fn, inputs, target)
         if self.output is None:
             return returned, None
         _refuse_objects(returned[1])
         return returned[0], returned[1]
+
+    def _why_no_leaves(self) -> str:
+        """Return why weights are not read through leaves, whose gradients the weights do not see; "" if they are."""
+        if self._weights.asked == "per_use":
+            return "weights='per_use' casts them in the graph"
+        if self.settings.captures:
+            return "CUDA graphs record the addresses of gradients"
+        if not self._runners:
+            return "no view is traced into the graph"
+        for name, p in self._model.named_parameters():
+            if p._backward_hooks or p._post_accumulate_grad_hooks:
+                return f"'{name}' has a hook on its gradient"
+        return ""
+
+    def after_backward(self, last: bool) -> None:
+        """Add the gradients of a micro-batch up at the weights, unless the update reads them: those of the `last`."""
+        self.loss.kernels.after_backward()
+        if not last:
+            self.leaves.arrive(self.update.add)
 
     @contextlib.contextmanager
     def _inlining(self, inputs: Any, loss_fn: LossFunction | None) -> Iterator[None]:
@@ -175,7 +199,7 @@ class CompiledStep:
         parts = convert_views(gm, inputs, self._inlined, self._graphs, eager=eager)
         _detach_outputs(gm, as_computed=self.output == "low")
         lifted, examples = list[Lifted](), list(inputs)
-        if self._weights.is_open:
+        if self._weights.is_open or not self.leaves.reason:
             gm, examples, lifted = lift(gm, inputs, sums_inside=not eager)
             parts = [_without(part, gm) for part in parts]
         planned, emitted = tuple(parts), copied(gm)
@@ -192,7 +216,7 @@ class CompiledStep:
         def run(*args: Any) -> Any:
             return observed(planned, emitted, by, made, args, again)
 
-        run = with_copies(run, lifted, lambda: self._weights.copies if self._weights.is_open else None)
+        run = with_copies(run, lifted, self._copies)
         devices = list({runner.graphs.device for runner in self._inlined})
 
         def call(*args: Any) -> Any:
@@ -200,6 +224,12 @@ class CompiledStep:
                 return run(*args)
 
         return call
+
+    def _copies(self) -> Leaves | Copies | None:
+        """Return the low copies that a graph reads; None if it casts weights for this call."""
+        if not self.leaves.reason:
+            return self.leaves
+        return self._weights.copies if self._weights.is_open else None
 
 
 def _without(part: Part, lifted: GraphModule) -> Part:

@@ -1,48 +1,66 @@
-"""The end of a window as one compiled graph: unscale, look for inf and NaN, clip, step, put back what overflowed.
+"""The end of a window as one graph: gradients of 16 or 32 bits in; weights, states and low copies of weights written.
 
-Fused optimizers do most of that in kernels of their own, and are not compiled. Neither are optimizers with hooks on
-their step, which a graph would not show, and optimizers without state yet, whose first step makes it.
+Finite checks and the norm are computed before it, since reductions would split its kernel: it gets the factors by which
+gradients are unscaled and clipped, and the flag that holds an optimizer back, as tensors of shape (). Learning rates
+are tensors too, so that a schedule compiles nothing anew. Other numbers are constants of the graph.
+
+A fused optimizer keeps torch's own kernel, unless a compiled update is asked for. Optimizers with hooks on their step,
+which a graph would not show, are not compiled, nor is the first step, which makes an optimizer's state.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._torch import dynamo_errors, global_optimizer_hooks
-from .compiler import CompileSettings, Region
+from .._torch import global_optimizer_hooks
+from ..view.leaves import Leaves, stepped_outside
+from .compiler import CompileSettings
 from .ranks.ranks import total_norm
 from .result import HeldBack
 from .scaler import inverse_scale, note_step, update_scale
-from .update import AtEnd, Update, clip, has_state, is_fused, state_of, step_or_restore, take_step
-from .window import gradients, live
+from .traced import NotTraced, Traced
+from .update import AtEnd, Update, clip_factor, has_state, is_fused, step_or_restore, take_step
+from .window import holds_inf_or_nan, parameters
+
+Compiled = Literal["compiled"]
 
 
 class CompiledUpdate:
-    """Steps optimizers with compiled code; `eager` says why the last window ran uncompiled, "" if it did not."""
+    """Steps optimizers with compiled code.
 
-    def __init__(self, settings: CompileSettings) -> None:
+    Args:
+        settings: The compiler.
+        leaves: The low copies of weights, whose gradients it reads and which it writes.
+        asked: Whether "compiled" was asked for, of fused optimizers too.
+
+    Attributes:
+        eager: Why the last window ran uncompiled, "" if it did not.
+    """
+
+    def __init__(self, settings: CompileSettings, leaves: Leaves, asked: Compiled | None = None) -> None:
         if settings.backend == "inductor":  # whose scheduler fails on some foreach kernels that it reorders for a GPU
             settings = replace(settings, options={"loop_ordering_after_fusion": False, **settings.options})
-        self.region = Region("unscale, clip and step", update_region, settings, fullgraph=True)
+        self.region, self.asked = Traced("unscale, clip and step", settings), asked
         self.eager = ""
-        self._rates: dict[int, Tensor] = {}  # by group
+        self._leaves = leaves
+        self._rates: dict[tuple[int, int], tuple[Any, Tensor]] = {}  # by optimizer and group: a number, and its tensor
         self._constants: list[dict[str, Any]] = []  # the numbers of each group that are constants of the graph
         self._changes = 0  # of these numbers
 
-    def _why_not(self, end: AtEnd) -> str:
+    def _why_not(self, end: AtEnd, ran: bool) -> str:
         region = self.region
         if end.on_gradients is not None:
             return "on_gradients looks at the gradients between unscaling and clipping"
-        if global_optimizer_hooks():
+        if global_optimizer_hooks(besides=stepped_outside):
             return "there are hooks on the steps of all optimizers"
         if end.ranks.spread or end.ranks.decide_apart:
             return "ranks agree on whether to step, between unscaling and stepping"
@@ -50,12 +68,14 @@ class CompiledUpdate:
             return f"'{region.settings.name}' makes no kernels, so nothing would be gained"
         if region.fallbacks:
             return region.fallbacks[-1]
-        if reason := next(filter(None, map(_unfit, end.optimizers)), ""):
+        if not ran:
+            return "torch.compile was disabled where the step was called"
+        if reason := next(filter(None, (_unfit(o, self.asked) for o in end.optimizers)), ""):
             return reason
         if name := self._changing(end.optimizers):
             region.fallbacks.append(f"'{name}' changes from step to step, so that every step would compile again")
             return region.fallbacks[-1]
-        return "" if all(map(has_state, end.optimizers)) else "the optimizer has no state before its first step"
+        return "" if all(has_state(o, self._stepped(o)) for o in end.optimizers) else _NO_STATE
 
     def _changing(self, optimizers: Sequence[Optimizer]) -> str:
         """Return which number that is a constant of the graph has changed for the second time, "" where none has."""
@@ -68,127 +88,295 @@ class CompiledUpdate:
         self._changes += bool(changed)
         return changed[0] if changed and self._changes > 1 else ""
 
-    @contextlib.contextmanager
-    def _rates_as_tensors(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
-        """Inside, each group's learning rate is a tensor: a new rate from a scheduler causes no recompilation.
+    def has_gradients(self, optimizer: Optimizer) -> bool:
+        """Say whether a weight of an optimizer has a gradient, or a low copy of it."""
+        return bool(self._stepped(optimizer))
 
-        Together with `foreach`, which compiles to few kernels, only `capturable` optimizers accept a tensor.
+    def _stepped(self, optimizer: Optimizer) -> list[Tensor]:
+        params = parameters(optimizer)
+        low = self._leaves.of_masters(params)
+        return [
+            p for p, copies in zip(params, low, strict=True)
+            if p.grad is not None or any(copy.grad is not None for copy in copies)
+        ]  # fmt: skip
+
+    def __call__(self, end: AtEnd, ran: bool) -> Update:
+        """Let optimizers step, and update the scale: uncompiled, as `take_step` does, where `eager` then says why.
+
+        `ran` says whether the last micro-batch ran compiled.
         """
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups if group["params"]]
-        before: list[dict[str, Any]] = [{k: group[k] for k in ("lr", "capturable") if k in group} for group in groups]
-        for index, (group, own) in enumerate(zip(groups, before, strict=True)):
-            rate, device = own.get("lr"), group["params"][0].device
-            if isinstance(rate, (int, float)):
-                if index not in self._rates or self._rates[index].device != device:
-                    self._rates[index] = torch.empty((), dtype=torch.float32, device=device)
-                made = self._rates[index].fill_(rate)
-                group.update({key: made if key == "lr" else True for key in own})
-        try:
-            yield
-        finally:
-            for group, own in zip(groups, before, strict=True):
-                group.update(own)
-
-    def __call__(self, end: AtEnd) -> Update:
-        """Let optimizers step, and update the scale: uncompiled, as `take_step` does, where `eager` then says why."""
-        self.eager = self._why_not(end)
+        self.eager = self._why_not(end, ran)
         if self.eager:
-            return take_step(end)
-        optimizers, scaler = end.optimizers, end.scaler
-        stepped = [live([o]) for o in optimizers]
-        states = [state_of(o) for o in optimizers]
-        inverse = inverse_scale(scaler) if scaler.is_enabled() else None
+            return self._as_it_is(end)
+        self.region.kernels.begin()
+        if end.max_grad_norm is not None:
+            self._leaves.arrive(where_both=True)  # the norm is that of sums
+        work = [_Work.of(o, self._stepped(o), self._leaves) for o in end.optimizers]
+        founds, norm, factors = _look(end, work)
         end.begins()
-        try:
-            with self._rates_as_tensors(optimizers), torch.no_grad():
-                founds, norm = self.region(
-                    optimizers, stepped, states, inverse, end.nothing_kept, end.max_grad_norm, end.check_finite
-                )
-        except _NotCompiled:
-            self.eager = "torch.compile was disabled where the step was called"
-            return take_step(end)
-        except (dynamo_errors().TorchDynamoException, dynamo_errors().FailOnRecompileLimitHit) as error:
-            if self.region.failed:
-                raise
-            # The region is one graph (fullgraph=True): when compiling fails, nothing of it has run.
-            self.eager = str(error).strip().partition("\n")[0]
-            self.region.fallbacks.append(self.eager)
-            return take_step(end)
-        if self.region.settings.captures:  # the next replay of the CUDA graph overwrites them
-            founds = [None if found is None else found.clone() for found in founds]
-            norm = None if norm is None else norm.clone()
         held_back: dict[Optimizer, HeldBack] = {}
-        for optimizer, found in zip(optimizers, founds, strict=True):
-            # On a CPU the flag is read at once, so that the scaler can name the parameter.
-            held = False if found is None else bool(found) if found.device.type == "cpu" else found
-            held_back[optimizer] = held
-            note_step(scaler, optimizer, held)
+        for index, (each, found) in enumerate(zip(work, founds, strict=True)):
+            if found is not True:
+                flag = found if isinstance(found, Tensor) else None
+                try:
+                    self._step(index, each, factors, flag)
+                except NotTraced as reason:
+                    if index:  # others have stepped
+                        raise
+                    self.eager = str(reason)
+                    return self._as_it_is(end)
+            held_back[each.optimizer] = False if found is None else found
+        if any(held is True for held in held_back.values()):
+            self._leaves.arrive()  # for who names the gradient
+        for optimizer, held in held_back.items():
+            note_step(end.scaler, optimizer, held)  # type: ignore[arg-type]
             optimizer._opt_called = True  # type: ignore[attr-defined]  # which a scheduler asks for
-        update_scale(scaler)
+        update_scale(end.scaler)
         return Update(held_back, norm)
 
+    def _as_it_is(self, end: AtEnd) -> Update:
+        self._leaves.arrive()
+        return take_step(end)
 
-def update_region(
-    optimizers: Sequence[Optimizer],
-    stepped: Sequence[Sequence[Tensor]],
-    states: Sequence[Sequence[Tensor]],
-    inverse: Tensor | None,
-    nothing_kept: Tensor | None,
-    max_grad_norm: float | None,
-    check_finite: bool,
-) -> tuple[list[Tensor | None], Tensor | None]:
-    """Unscale, clip and step the optimizers that have gradients; `torch.compile` compiles this.
+    def add(self, to: list[Tensor], gradients: list[Tensor]) -> None:
+        """Add gradients of 16 bits to others, in one kernel where the backend makes kernels."""
 
-    `stepped` and `states` are the parameters and the tensors of state of each, `inverse` is 1 / loss scale. Return a
-    flag for each, not 0 if it is held back, or None without a check; and the norm before clipping.
+        def added(*tensors: Tensor) -> tuple[()]:
+            for total, gradient in zip(tensors[: len(to)], tensors[len(to) :], strict=True):
+                total.add_(gradient)
+            return ()
+
+        form = ("add", *((*_kind(total)[1:], gradient.dtype) for total, gradient in zip(to, gradients, strict=True)))
+        try:
+            if not self.region.settings.fuses or self.region.fallbacks:
+                raise NotTraced
+            self.region(form, [added], [*to, *gradients])
+        except NotTraced:
+            torch._foreach_add_(to, gradients)
+
+    def _step(self, index: int, work: _Work, factors: Sequence[Tensor], held: Tensor | None) -> None:
+        rates = [self._rate(index, group, g) for group, g in enumerate(work.optimizer.param_groups) if "lr" in g]
+        inputs = _Inputs(
+            work.params, work.full, work.low, work.copies, work.states(), rates, list(factors),
+            [] if held is None else [held],
+        )  # fmt: skip
+        form = (index, work.form, tuple(map(len, inputs)), _constants_of(work.optimizer))
+        lengths = [len(each) for each in inputs]
+        ways = [_Step(work, lengths, together) for together in (False, True)]
+        self.region(form, ways, [t for each in inputs for t in each])
+        self._leaves.note_written(work.params)
+
+    def _rate(self, optimizer: int, index: int, group: dict[str, Any]) -> Tensor:
+        """Return the learning rate of a group as a tensor, with which `foreach` takes only capturable optimizers."""
+        rate = group["lr"]
+        if isinstance(rate, Tensor):
+            return rate
+        device = group["params"][0].device if group["params"] else torch.device("cpu")
+        known = self._rates.get((optimizer, index))
+        if known is None or known[0] != rate or known[1].device != device:
+            tensor = torch.empty((), device=device) if known is None or known[1].device != device else known[1]
+            known = self._rates[optimizer, index] = rate, tensor.fill_(rate)
+        return known[1]
+
+
+_NO_STATE = "the optimizer has no state before its first step"
+
+
+class _Inputs(NamedTuple):
+    """What the graph of an update takes, in order. What it writes are weights, copies and states."""
+
+    params: list[Tensor]
+    full: list[Tensor]
+    low: list[Tensor]
+    copies: list[Tensor]
+    states: list[Tensor]
+    rates: list[Tensor]
+    factors: list[Tensor]
+    held: list[Tensor]
+
+
+@dataclass(frozen=True)
+class _Work:
+    """The step of one optimizer: the weights that have gradients, with these.
+
+    Attributes:
+        full: The gradients at the weights; `low`, those of their low copies.
+        has_full: Which weights have the first; `lows`, how many of the second each has.
+        copies: The low copies of these weights, of which each has `copied`.
     """
-    if not torch.compiler.is_compiling():
-        raise _NotCompiled
-    founds: list[Tensor | None] = [nothing_kept for _ in optimizers]
-    norm = None
-    for index, params in enumerate(stepped):
-        found = [p.grad for p in params if p.grad is not None]
-        if inverse is not None or (check_finite and max_grad_norm is None):
-            bad = _not_finite(found)
-            founds[index] = bad if inverse is not None or nothing_kept is None else torch.maximum(bad, nothing_kept)
-        if inverse is not None:
-            for gradient in found:
-                gradient.mul_(inverse.to(gradient.device))
-    if max_grad_norm is not None:
-        together = [p for params in stepped for p in params]
-        founds = [_not_finite([p.grad for p in together if p.grad is not None])] * len(optimizers)
-        norm = total_norm([p.grad for p in together if p.grad is not None])
-        clip(together, max_grad_norm, norm)
-    for optimizer, params, state, held in zip(optimizers, stepped, states, founds, strict=True):
-        # Without torch's wrappers: hooks, a profiler mark, and a graph break.
-        step = functools.partial(inspect.unwrap(type(optimizer).step), optimizer)
-        if held is None:
-            step()
-        else:
-            step_or_restore(step, [*params, *state], held)
-    return founds, norm
+
+    optimizer: Optimizer
+    params: list[Tensor]
+    full: list[Tensor]
+    low: list[Tensor]
+    copies: list[Tensor]
+    has_full: tuple[bool, ...]
+    lows: tuple[int, ...]
+    copied: tuple[int, ...]
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, params: list[Tensor], leaves: Leaves) -> _Work:
+        copies = leaves.of_masters(params)
+        low = [[copy.grad for copy in each if copy.grad is not None] for each in copies]
+        return cls(
+            optimizer, params, [p.grad for p in params if p.grad is not None], [g for each in low for g in each],
+            [copy for each in copies for copy in each], tuple(p.grad is not None for p in params),
+            tuple(map(len, low)), tuple(map(len, copies)),
+        )  # fmt: skip
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """All of them."""
+        return self.full + self.low
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """What a graph of it depends on, but for the numbers of its groups."""
+        return (
+            *map(_kind, self.params), self.has_full, self.lows, self.copied,
+            *(t.dtype for t in (*self.low, *self.copies)),
+        )  # fmt: skip
+
+    def states(self) -> list[Tensor]:
+        """Return the tensors of its state; those that count steps are moved to the device of their weights."""
+        found = []
+        for p in self.params:
+            state = self.optimizer.state.get(p, {})
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    if value.device != p.device:  # as torch.compile does
+                        state[name] = value.to(p.device)
+                    found.append(state[name])
+        return found
 
 
-class _NotCompiled(Exception):  # noqa: N818 - no error: nobody but CompiledUpdate sees it
-    """Raised where torch would run the function uncompiled (`set_stance`, or a mode), before anything has run."""
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return id(tensor), tensor.dtype, tensor.shape, tensor.device
 
 
-def _not_finite(found: list[Tensor]) -> Tensor:
-    # Compiled, this takes a twentieth of the time of the inf-norm on a CPU.
-    return (~torch.stack([gradient.isfinite().all().to(found[0].device) for gradient in found]).all()).float()
+def _constants_of(optimizer: Optimizer) -> tuple[Any, ...]:
+    kinds = (int, float, tuple, type(None))
+    groups = ({k: v for k, v in g.items() if isinstance(v, kinds) and k != "lr"} for g in optimizer.param_groups)
+    return tuple((*group.items(),) for group in groups)
 
 
-def _unfit(optimizer: Optimizer) -> str:
+class _Step:
+    """The function that is traced: one optimizer's step, over tensors in the place of its weights and states.
+
+    It takes all weights `together`, or as the optimizer does; some of these take the rate as a number then.
+    """
+
+    def __init__(self, work: _Work, lengths: Sequence[int], together: bool) -> None:
+        self._work, self._lengths, self._together = work, lengths, together
+
+    def __call__(self, *tensors: Tensor) -> tuple[()]:
+        work, rest = self._work, iter(tensors)
+        t = _Inputs(*([next(rest) for _ in range(length)] for length in self._lengths))
+        for p, gradient in zip(t.params, self._gradients(t), strict=True):
+            p.grad = gradient
+        step = functools.partial(inspect.unwrap(type(work.optimizer).step), work.optimizer)
+        with _swapped(work, t, self._together):
+            if t.held:
+                step_or_restore(step, [*t.params, *t.states], t.held[0])
+            else:
+                step()
+        copies = iter(t.copies)
+        for p, count in zip(t.params, work.copied, strict=True):
+            for _ in range(count):
+                next(copies).copy_(p)
+        return ()
+
+    def _gradients(self, t: _Inputs) -> Iterator[Tensor]:
+        """Yield the gradient of each weight: the sum of its parts, unscaled and clipped."""
+        full, low = iter(t.full), iter(t.low)
+        for p, has_full, count in zip(t.params, self._work.has_full, self._work.lows, strict=True):
+            parts = [next(full) for _ in range(has_full)] + [next(low).to(p.dtype) for _ in range(count)]
+            total = parts[0]
+            for part in parts[1:]:
+                total = total + part
+            for factor in t.factors:
+                total = total * factor.to(total.device)
+            yield total.clone() if total is parts[0] and has_full else total
+
+
+class _swapped:  # noqa: N801 - a context
+    """Inside, an optimizer has other tensors in the place of weights, states and learning rates."""
+
+    def __init__(self, work: _Work, t: _Inputs, together: bool) -> None:
+        self._optimizer = work.optimizer
+        place = {id(p): i for i, p in enumerate(work.params)}
+        rates, states = iter(t.rates), iter(t.states)
+        self._groups = [
+            {
+                **group, **({"lr": next(rates)} if "lr" in group else {}), **_how(group, together),
+                "params": [t.params[place[id(p)]] for p in group["params"] if id(p) in place],
+            }
+            for group in work.optimizer.param_groups
+        ]  # fmt: skip
+        self._state: dict[Tensor, Any] = defaultdict(dict)
+        for p, traced in zip(work.params, t.params, strict=True):
+            known = work.optimizer.state.get(p, {})
+            self._state[traced] = {k: next(states) if isinstance(v, Tensor) else v for k, v in known.items()}
+        self._numbers = {p: _numbers(state) for p, state in self._state.items()}
+
+    def __enter__(self) -> None:
+        optimizer = self._optimizer
+        self._before: tuple[Any, Any] = optimizer.param_groups, optimizer.state
+        optimizer.param_groups, optimizer.state = self._groups, self._state  # type: ignore[assignment]
+
+    def __exit__(self, *_: object) -> None:
+        self._optimizer.param_groups, self._optimizer.state = self._before
+        if any(_numbers(state) != self._numbers.get(p) for p, state in self._state.items()):
+            name = type(self._optimizer).__name__
+            raise NotTraced(f"{name} counts in Python numbers, which a graph would keep as they are")
+
+
+def _how(group: dict[str, Any], together: bool) -> dict[str, Any]:
+    """Return the settings of a group under which a step can be traced: as on an accelerator, whatever the device."""
+    foreach = group.get("foreach")
+    if foreach is None:
+        foreach = all(p.device.type != "cpu" for p in group["params"])  # as torch's default is
+    how = {"capturable": True, "fused": False, "foreach": foreach or together or bool(group.get("fused"))}
+    return {key: value for key, value in how.items() if key in group}
+
+
+def _numbers(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+
+
+def _look(end: AtEnd, work: Sequence[_Work]) -> tuple[list[bool | Tensor | None], Tensor | None, list[Tensor]]:
+    """Return for each optimizer whether it is held back, the norm of all gradients, and the factors of gradients.
+
+    A flag on a CPU is read at once, so that the scaler can name the parameter; None where nothing was looked at.
+    """
+    inverse = inverse_scale(end.scaler) if end.scaler.is_enabled() else None
+    factors, norm = [] if inverse is None else [inverse], None
+    founds: list[Any] = [None] * len(work)
+    if end.max_grad_norm is not None:
+        gradients = [g for each in work for g in each.gradients]
+        founds = [holds_inf_or_nan(gradients)] * len(work)
+        norm = total_norm(gradients)
+        norm = norm if inverse is None else norm * inverse.to(norm.device)
+        if (factor := clip_factor(end.max_grad_norm, norm)) is not None:
+            factors.append(factor)
+    elif inverse is not None or end.check_finite:
+        founds = [holds_inf_or_nan(each.gradients) for each in work]
+    if (nothing := end.nothing_kept) is not None:
+        founds = [nothing if found is None else torch.maximum(found, nothing.to(found)) for found in founds]
+    return [bool(f) if isinstance(f, Tensor) and f.device.type == "cpu" else f for f in founds], norm, factors
+
+
+def _unfit(optimizer: Optimizer, asked: Compiled | None) -> str:
     """Return why the step of an optimizer is not compiled: what a graph would leave out, for example; "" if it may."""
     name, own = type(optimizer).__name__, vars(optimizer).get("step")
-    if is_fused(optimizer):
+    if is_fused(optimizer) and asked is None:
         return f"{name} is fused"
     hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    reasons = {
-        "is not an optimizer of torch.optim": not type(optimizer).step.__module__.startswith("torch.optim."),
-        "has a step() of its own": own is not None and not hasattr(own, "_wrapped_by_lr_sched"),
-        "has hooks on its step": any(getattr(optimizer, hook, None) for hook in hooks),
-        "is differentiable": any(group.get("differentiable") for group in optimizer.param_groups),
-        "has sparse gradients": any(gradient.is_sparse for gradient in gradients([optimizer])),
+    reasons: dict[str, Callable[[], Any]] = {
+        "is not an optimizer of torch.optim": lambda: not type(optimizer).step.__module__.startswith("torch.optim."),
+        "has a step() of its own": lambda: own is not None and not hasattr(own, "_wrapped_by_lr_sched"),
+        "has hooks on its step": lambda: any(getattr(optimizer, hook, None) for hook in hooks),
+        "is differentiable": lambda: any(group.get("differentiable") for group in optimizer.param_groups),
+        "has sparse gradients": lambda: any(p.grad is not None and p.grad.is_sparse for p in parameters(optimizer)),
     }
-    return next((f"{name} {reason}" for reason, holds in reasons.items() if holds), "")
+    return next((f"{name} {reason}" for reason, holds in reasons.items() if holds()), "")

@@ -184,17 +184,11 @@ class Region:
             return self._run(*args)
         except Exception as error:
             if self.failed and hasattr(error, "add_note"):  # from Python 3.11 on
-                error.add_note(self._said(str(error)))
+                error.add_note(way_out(self.settings.name, self.name, str(error)))
             raise
         finally:
             self.kernels.after_forward()
             self._look_back(before)
-
-    def _said(self, error: str) -> str:
-        way_out = "Try compile='aot_eager' to see whether the graph is at fault, or compile=False to train uncompiled."
-        if "C++ compiler" in error:
-            way_out = "Install a C++ compiler; or use compile='aot_eager', which compiles no kernels, or compile=False."
-        return f"The backend '{self.settings.name}' failed on the graph '{self.name}' of this TrainStep. {way_out}"
 
     def _look_back(self, before: list[Any]) -> None:
         """Read from Dynamo's records what it has compiled, or failed to compile, during the last call."""
@@ -210,3 +204,11 @@ class Region:
                 self.fallbacks.append(f"{record.co_name}: {record.fail_reason.splitlines()[0]}")
             if reason := getattr(record, "cudagraph_skip_reason", None):  # not in every torch
                 self.uncaptured.append(reason)
+
+
+def way_out(backend: str, graph: str, error: str) -> str:
+    """Return what can be done about an error of a backend."""
+    instead = "Try compile='aot_eager' to see whether the graph is at fault, or compile=False to train uncompiled."
+    if "C++ compiler" in error:
+        instead = "Install a C++ compiler; or use compile='aot_eager', which compiles no kernels, or compile=False."
+    return f"The backend '{backend}' failed on the graph '{graph}' of this TrainStep. {instead}"

@@ -21,6 +21,7 @@ from ..capture.parameters import require_fp32
 from ..errors import NotAModuleError
 from ..view.view import is_view, runner_of
 from .compiled_step import Output, require_output
+from .compiled_update import Compiled
 from .compiler import CompileSettings, settings_of
 from .scaler import LossScaler, require_count, require_number, require_scale
 from .update import needs_closure
@@ -56,6 +57,7 @@ class Options:
     census: Literal["warn", "error"] | None
     compile: CompileSettings | None
     output: Output | None
+    update: Compiled | None
     reduce: Literal["micro_batch", "window"]
 
     @classmethod
@@ -86,6 +88,9 @@ class Options:
             compile=settings, **asked,
         )  # fmt: skip
         require_output(made.output, settings is not None)
+        _require_one_of("update", made.update, (None, "compiled"))
+        if made.update is not None and settings is None:
+            raise PolicyError("update='compiled' is for compiled steps: set compile=True, or leave update out")
         _refuse_company(
             optimizers,
             ["max_grad_norm"] * clips

@@ -60,6 +60,7 @@ from .window import (
     Weight,
     Window,
     first_with_gradient,
+    has_gradients,
     loss_of,
     range_of,
     refuse_constant,
@@ -183,13 +184,14 @@ class TrainStep:
         census: Literal["warn", "error"] | None = None,
         compile: bool | str | Mapping[str, Any] = False,
         output: Literal["low", "full"] | None = None,
+        update: Literal["compiled"] | None = None,
         reduce: Literal["micro_batch", "window"] = "micro_batch",
     ) -> None:
         self.options = options = Options.of(
             model, loss_fn=loss_fn, optimizer=optimizer, scaler=scaler, accumulate_steps=accumulate_steps,
             max_grad_norm=max_grad_norm, scheduler=scheduler, ema=ema, weights=weights, max_skips=max_skips,
             check_finite=check_finite, on_gradients=on_gradients, census=census, compile=compile, output=output,
-            reduce=reduce,
+            update=update, reduce=reduce,
         )  # fmt: skip
         self.model = model if options.compile is None else model_to_compile(model, options.compile)
         refuse_unfit_model(self.model, weights)
@@ -214,8 +216,8 @@ class TrainStep:
 
     def compile_anew(self) -> None:
         """Compile model and loss, whose views may follow another policy than before."""
-        settings, output = self.options.compile, self.options.output
-        self.compiled = None if settings is None else CompiledStep(settings, self.model, self.weights, output)
+        settings, kept, update = self.options.compile, self.options.output, self.options.update
+        self.compiled = None if settings is None else CompiledStep(settings, self.model, self.weights, kept, update)
 
     def choose_scaler(self, low_dtype: torch.dtype | None) -> None:
         """Scale losses by what was asked for, for a model of some low dtype."""
@@ -618,6 +620,8 @@ class TrainStep:
     def close_window(self) -> None:
         """Leave the window that is open, without a step, if one is; what was cut off can be repeated."""
         self.weights.end()
+        if self.compiled is not None:
+            self.compiled.leaves.clear()
         if self.opened is not None:
             self.opened.close()
             self.loop.after_window(in_place=self.in_place)
@@ -661,10 +665,12 @@ class TrainStep:
             weighted = loss if isinstance(share, float) and share == 1 else loss * share
             with range_of("backward"), no_autocast():
                 mean = weighted if window.size == 1 else weighted / window.size
+                if self.compiled is not None:
+                    self.compiled.leaves.set_aside()
                 window.scaler.scale(mean).backward()
         window.exchanged = self.ranks.exchanged
         if self.compiled is not None:
-            self.compiled.loss.kernels.after_backward()
+            self.compiled.after_backward(last=window.size == 1 and weight is UNWEIGHTED)
         detached = loss.detach().view(())
         # The next replay of a CUDA graph overwrites the loss.
         window.took(detached.clone() if self.in_place else detached, share)
@@ -721,7 +727,8 @@ class TrainStep:
         if not self.closes:
             mean = window.average(self.optimizers, in_backward=not early)
         others = self.closes and early and bool(self.ranks.replicas)
-        live = [o for o in self.optimizers if others or first_with_gradient([o]) is not None]
+        has = self.compiled.update.has_gradients if self.compiled is not None else has_gradients
+        live = [o for o in self.optimizers if others or has(o)]
         if not live:
             return Update({}), mean
         window.scale  # noqa: B018 - read before the update changes it
@@ -739,7 +746,9 @@ class TrainStep:
                 followed=bool(self.schedulers or self.averages), check_finite=self.check_finite,
                 begins=self.course.tears,
             )  # fmt: skip
-            update = take_step(end) if self.compiled is None else self.compiled.update(end)
+            update = (
+                take_step(end) if self.compiled is None else self.compiled.update(end, self.compiled.loss.kernels.ran)
+            )
         return update._replace(held_back=self._follow(update)), mean
 
     def _run_again(

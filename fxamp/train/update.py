@@ -130,16 +130,21 @@ def _found_infs(end: AtEnd) -> list[bool | Tensor | None]:
     return [bool(found) if _is_on_host(found) else found for found in founds]
 
 
+def clip_factor(max_norm: float, norm: Tensor) -> Tensor | None:
+    """Return by what gradients of a norm are multiplied to clip them, as in torch; None where it is only measured."""
+    return None if math.isinf(max_norm) else (max_norm / (norm + 1e-6)).clamp(max=1.0)  # inf/inf would be NaN
+
+
 def clip(params: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
     """Clip the gradients of parameters, whose norm together is given, to `max_norm`; infinity only measures."""
-    if math.isinf(max_norm):  # inf/inf would make every gradient NaN
+    factor = clip_factor(max_norm, norm)
+    if factor is None:
         return
     found = [p.grad for p in params if p.grad is not None]
     if not any(map(is_spread, found)):
         nn.utils.clip_grads_with_norm_(params, max_norm, norm)
         return
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as in torch, which takes only gradients of one mesh
-    with torch.no_grad():
+    with torch.no_grad():  # torch takes only gradients of one mesh
         for gradient in found:
             local(gradient).mul_(factor.to(gradient.device))
 
@@ -149,11 +154,11 @@ def is_fused(optimizer: Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-def has_state(optimizer: Optimizer) -> bool:
+def has_state(optimizer: Optimizer, stepped: Sequence[Tensor] | None = None) -> bool:
     """Say whether a step creates no state, because the state exists or the optimizer has none."""
     if type(optimizer) is SGD and not any(group["momentum"] for group in optimizer.param_groups):
         return True
-    return all(bool(optimizer.state.get(p)) for p in live([optimizer]))
+    return all(bool(optimizer.state.get(p)) for p in (live([optimizer]) if stepped is None else stepped))
 
 
 def _begins_undefined(optimizer: Optimizer) -> bool:

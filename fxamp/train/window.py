@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from passes.contract.errors import PolicyError
 
-from .._torch import is_profiling
+from .._torch import is_profiling, norms_of
 from ..observe import workload
 from ..observe.workload import output_of
 from .ranks.ranks import Ranks, agree, exchange, exchanged, groups_of, local
@@ -62,15 +62,20 @@ def first_with_gradient(optimizers: Iterable[Optimizer]) -> Tensor | None:
     return next((p for o in optimizers for g in o.param_groups for p in g["params"] if p.grad is not None), None)
 
 
+def has_gradients(optimizer: Optimizer) -> bool:
+    """Say whether a parameter of an optimizer has a gradient."""
+    return first_with_gradient([optimizer]) is not None
+
+
 def holds_inf_or_nan(tensors: list[Tensor]) -> Tensor:
     """Return 1.0 on the device if any number is not finite, on any rank that has a part of them, else 0.0."""
     parts = [part.detach() for part in map(local, tensors) if part.numel()]
     parts = [torch.view_as_real(part.resolve_conj()) if part.is_complex() else part for part in parts]
     if parts and all(part.device.type == "cpu" and not part.is_sparse for part in parts):
         # On a CPU this takes a thirtieth of the time of the norms.
-        bounds = torch.stack([bound.to(parts[0].dtype) for part in parts for bound in part.aminmax()])
+        bounds = torch.stack([bound.double() for part in parts for bound in part.aminmax()])
     else:
-        bounds = nn.utils.get_total_norm(parts, math.inf)
+        bounds = torch.stack([bound.to(parts[0].device) for bound in norms_of(parts, math.inf)])
     found = (~bounds.isfinite().all()).float()
     return agree(found, groups_of(tensors))
 

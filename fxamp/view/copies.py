@@ -14,7 +14,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -106,14 +106,14 @@ class _Copy:
 
     def filled(self, master: Tensor) -> None:
         """Note that the copy holds what the parameter holds now."""
-        state = _state(master)
+        state = contents_of(master)
         if self._source is None or state[1] != self._state[1]:
             self._source = master.detach()  # no other storage gets its address while this one lives
         self.valid, self._state = True, state
 
     def is_of(self, master: Tensor) -> bool:
         """Say whether the parameter is, as far as it can be told, what it was when it was cast."""
-        return self._state == _state(master)
+        return self._state == contents_of(master)
 
     def fits(self, master: Tensor | None) -> bool:
         """Say whether the parameter can be cast into this memory."""
@@ -127,7 +127,8 @@ def _arrived(copy: weakref.ref[_Copy], gradient: Tensor) -> None:
         found.valid = found.valid and not found.ends
 
 
-def _state(master: Tensor) -> tuple[Any, ...]:
+def contents_of(master: Tensor) -> tuple[Any, ...]:
+    """Return what changes when a parameter is written, moved or replaced, as far as it shows."""
     return (None if master.is_inference() else master._version), master.data_ptr(), master.requires_grad
 
 
@@ -333,6 +334,13 @@ class Opened:
         self._open = tuple(each for each in self._open if each() not in (None, copies))
 
 
+class Low(Protocol):
+    """What graphs read low copies of weights from."""
+
+    def of(self, master: Tensor, dtype: torch.dtype, flagged: bool = False, grad: bool = True) -> Tensor:
+        """Return the copy of a weight, as `Copies.of` does."""
+
+
 class Lifted(NamedTuple):
     """A cast of a parameter that is an input of the graph: which input the parameter is, and as `Copies.of` has it.
 
@@ -482,14 +490,14 @@ def casts_inside(gm: GraphModule, names: Mapping[int, str]) -> Iterator[tuple[st
 
 
 def with_copies(
-    run: Callable[..., Any], lifted: Sequence[Lifted], opened: Callable[[], Copies | None]
+    run: Callable[..., Any], lifted: Sequence[Lifted], opened: Callable[[], Low | None]
 ) -> Callable[..., Any]:
     """Return a function that calls a graph with the casts that were lifted out of it."""
     return lambda *args: run(*args, *lifted_inputs(lifted, opened, args, whole=True))
 
 
 def lifted_inputs(
-    lifted: Sequence[Lifted], opened: Callable[[], Copies | None], args: Sequence[Any], *, whole: bool = False
+    lifted: Sequence[Lifted], opened: Callable[[], Low | None], args: Sequence[Any], *, whole: bool = False
 ) -> list[Tensor]:
     """Return the casts that were lifted out of a graph, for the inputs of a call of it; a `whole` one runs alone.
 
@@ -506,10 +514,10 @@ def lifted_inputs(
         master = args[place]
         key, recorded = (id(master), dtype), grad and torch.is_grad_enabled() and master.requires_grad
         made, state = known.get(key, (master, None))
-        if not shared or state != _state(master) or (recorded and not made.requires_grad):
+        if not shared or state != contents_of(master) or (recorded and not made.requires_grad):
             made = low(master, dtype, flagged, grad)
             if shared:
-                known[key] = made, _state(master)
+                known[key] = made, contents_of(master)
         found.append(made)
     return found
 

@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..._torch import communication_hook, is_sharded, is_spread, reduces_gradients
+from passes.graph.values import LOW_DTYPES
+
+from ..._torch import communication_hook, is_sharded, is_spread, norms_of, reduces_gradients
 
 _BUCKET = 25 * 2**20  # bytes that are exchanged together, as DistributedDataParallel does by default
 
@@ -186,7 +188,12 @@ def agree(flags: Tensor, groups: Iterable[Any]) -> Tensor:
 
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the norm of some tensors together; every rank gets the same result."""
+    """Return the norm of some tensors together; every rank gets the same result. That of 16-bit tensors is FP32."""
+    if any(tensor.dtype in LOW_DTYPES and not is_spread(tensor) for tensor in tensors):
+        device = tensors[0].device
+        return torch.as_tensor(
+            torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms_of(list(tensors))]))
+        )
     alike: dict[Any, list[Any]] = defaultdict(list)  # torch takes tensors of one mesh
     for tensor in tensors:
         spread: Any = tensor

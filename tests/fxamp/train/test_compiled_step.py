@@ -162,14 +162,6 @@ class Frozen(nn.Module):
         return self.parts[1](x)
 
 
-def test_no_copy_outlives_its_window_where_it_is_read_without_gradients() -> None:
-    model = Frozen()
-    step = TrainStep(model, torch.sum, SGD(model.parameters(), lr=0.1), weights="per_step", compile="aot_eager")
-    step(torch.ones(3, 4))
-    assert len(step.weights.copies) == 4
-    assert not step.weights.is_open
-
-
 def test_a_loss_that_is_compiled_by_itself_reads_the_weights() -> None:
     @torch.compile(backend="aot_eager")
     def loss_of_two(model: nn.Module, output: Tensor) -> Tensor:

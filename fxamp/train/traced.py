@@ -1,0 +1,94 @@
+"""Functions that write tensors, such as the step of an optimizer, traced to one graph by `make_fx` and compiled.
+
+`torch.compile` would look at every object that a step touches, and check it at each call. Here whoever calls says by a
+key when a graph can be used again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from passes.graph.values import no_autocast
+
+from .._torch import as_if_compiling
+from .compiler import CompileSettings, way_out
+from .kernels import Kernels
+
+MOST_FORMS = 8  # graphs of one function
+
+
+class NotTraced(Exception):  # noqa: N818 - no error: who calls runs the function as it is
+    """Raised with the reason where there is no graph of a function; nothing of it has run."""
+
+
+class Traced:
+    """Compiled functions of lists of tensors, which write some of these.
+
+    Attributes:
+        frames: How many graphs were compiled.
+        breaks: None ever.
+        recompiles: Why a further graph was compiled.
+        fallbacks: What runs uncompiled, and why.
+        uncaptured: Why there is no CUDA graph of something.
+        kernels: What Inductor made of the graphs that ran since `Kernels.begin`.
+    """
+
+    breaks: tuple[str, ...] = ()
+    uncaptured: tuple[str, ...] = ()
+
+    def __init__(self, name: str, settings: CompileSettings) -> None:
+        self.name, self.settings = name, settings
+        self.frames = 0
+        self.recompiles: list[str] = []
+        self.fallbacks: list[str] = []
+        self.kernels = Kernels(settings.backend == "inductor")
+        self._graphs: dict[Hashable, Callable[..., Any]] = {}
+
+    def __call__(self, form: Hashable, ways: Sequence[Callable[..., Any]], inputs: Sequence[Tensor]) -> Any:
+        """Call a function, by the graph that was traced of it for this form, or by one that is traced now.
+
+        Of several `ways` to write it, it is the first that can be traced.
+
+        Raises:
+            NotTraced: None can be traced, or there were too many forms.
+        """
+        plain = [tensor.detach() for tensor in inputs]
+        run = self._graphs.get(form)
+        if run is None:
+            run = self._graphs[form] = self._compile(ways, plain)
+        with torch.no_grad():
+            return run(*plain)
+
+    def _compile(self, ways: Sequence[Callable[..., Any]], inputs: list[Tensor]) -> Callable[..., Any]:
+        if len(self._graphs) >= MOST_FORMS:
+            raise NotTraced(self._give_up(f"it had {MOST_FORMS} forms: gradients of other weights, dtypes or numbers"))
+        if self._graphs:
+            self.recompiles.append("gradients of other weights, dtypes or numbers")
+        with torch.no_grad(), no_autocast():
+            for function in ways:
+                try:
+                    with as_if_compiling():
+                        graph = make_fx(function, tracing_mode="fake")(*inputs)
+                except Exception as error:
+                    raise NotTraced(self._give_up(f"{type(error).__name__}: {error}".splitlines()[0])) from error
+                if not graph.graph.find_nodes(op="call_function", target=torch.ops.aten._local_scalar_dense.default):
+                    break
+            else:
+                raise NotTraced(self._give_up("a tensor is read as a number, which a graph would keep as it is"))
+            try:
+                run = self.kernels.compile(lambda: self.settings.run()(graph, inputs))
+            except Exception as error:
+                if hasattr(error, "add_note"):  # from Python 3.11 on
+                    error.add_note(way_out(self.settings.name, self.name, str(error)))
+                raise
+        self.frames += 1
+        return run
+
+    def _give_up(self, reason: str) -> str:
+        self.fallbacks.append(reason)
+        return reason

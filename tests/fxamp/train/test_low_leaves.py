@@ -1,0 +1,286 @@
+"""A compiled step casts no weight and no gradient: low copies are leaves, read and written by one graph of an update."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fxamp
+from fxamp.train.step import TrainStep
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of a module that Dynamo imports
+GRAPHS: list[GraphModule] = []
+
+
+@pytest.fixture(autouse=True)
+def _anew() -> None:
+    torch.compiler.reset()
+    GRAPHS.clear()
+
+
+def traces(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Stand for a backend that generates kernels, and trace as Inductor does."""
+    GRAPHS.append(gm)
+    made: Callable[..., Any] = torch._dynamo.lookup_backend("aot_eager")(gm, inputs)  # type: ignore[arg-type]
+    return made
+
+
+class Tied(nn.Module):
+    """A model of words, whose embedding is read in FP32 and, as its last layer, in 16 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(24, 16)
+        self.inner = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 16))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.linear(self.inner(self.words(ids)), self.words.weight)
+
+
+def loss_of(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
+    labels, factor = target
+    return F.cross_entropy(output.flatten(0, 1), labels.flatten()) * factor
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "AdamW, foreach": lambda m: AdamW(m.parameters(), lr=0.01, foreach=True),
+    "AdamW, fused": lambda m: AdamW(m.parameters(), lr=0.01, fused=True),
+    "Adam": lambda m: Adam(m.parameters(), lr=0.01),
+    "SGD": lambda m: SGD(m.parameters(), lr=0.1, momentum=0.9),
+    "RMSprop": lambda m: RMSprop(m.parameters(), lr=0.01),
+}
+
+
+def step_of(optimizer: str, policy: str = "O1,dtype=bf16", **settings: Any) -> TrainStep:
+    torch.manual_seed(0)
+    model = Tied()
+    settings.setdefault("compile", {"backend": traces})
+    return TrainStep(fxamp.convert(model, policy=policy), loss_of, OPTIMIZERS[optimizer](model), **settings)
+
+
+def run(step: TrainStep, windows: int = 6, first: int = 0, factors: dict[int, float] | None = None) -> list[Any]:
+    """Train; return what a run shows: losses, weights, and what was skipped."""
+    shown: list[Any] = []
+    for index in range(first * step.accumulate_steps, (first + windows) * step.accumulate_steps):
+        ids = torch.randint(24, (3, 5), generator=torch.Generator().manual_seed(index))
+        result = step(ids, (ids, torch.tensor((factors or {}).get(index, 1.0))))
+        shown.append((result.loss.item(), result.skipped))
+    return [shown, [p.detach().clone() for p in step.model.parameters()]]
+
+
+def same(ours: list[Any], theirs: list[Any]) -> bool:
+    return repr(ours[0]) == repr(theirs[0]) and all(map(torch.equal, ours[1], theirs[1]))
+
+
+def leaves_of(step: TrainStep) -> Any:
+    assert step.compiled is not None
+    return step.compiled.leaves
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_losses_and_weights_are_those_of_a_step_whose_graphs_cast(optimizer: str, accumulate: int) -> None:
+    ours = step_of(optimizer, accumulate_steps=accumulate)
+    found = run(ours)
+    assert same(found, run(step_of(optimizer, accumulate_steps=accumulate, weights="per_use")))
+    assert leaves_of(ours).reason == ""
+    assert len(leaves_of(ours)) == 5  # three weights and two biases
+
+
+def test_fp16_steps_that_overflow_are_skipped_alike_and_leave_copies_as_they_were() -> None:
+    found = []
+    for weights in ("auto", "per_use"):
+        scaler = fxamp.LossScaler(init_scale=1024.0, growth_interval=2)
+        step = step_of("AdamW, foreach", "O1,dtype=fp16", scaler=scaler, weights=weights)
+        found.append(run(step, 8, factors={2: float("inf"), 5: float("nan")}))
+    assert same(*found)
+    assert [skipped for _, skipped in found[0][0]].count(True) == 2
+
+
+def test_clipped_steps_differ_by_the_rounding_of_their_norm() -> None:
+    ours, theirs = (run(step_of("AdamW, foreach", max_grad_norm=0.1, weights=w)) for w in ("auto", "per_use"))
+    for a, b in zip(ours[1], theirs[1], strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-7)
+
+
+class Casts(TorchDispatchMode):
+    """Count casts of tensors that run outside of graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func._opname in ("_to_copy", "_foreach_copy_") and isinstance(args[0], (Tensor, list)):
+            tensors = args[0] if isinstance(args[0], list) else [args[0]]
+            self.count += sum(t.numel() > 1 for t in tensors)
+        return out
+
+
+def test_graphs_of_a_step_cast_no_weight_and_no_gradient() -> None:
+    step = step_of("AdamW, fused", update="compiled")
+    run(step, 3)
+    loss, update = GRAPHS
+    assert step.compiled is not None
+    assert step.compiled.update.eager == ""
+    casts = [n for n in loss.graph.nodes if n.target in (torch.Tensor.to, "to") and n.args[0].op == "placeholder"]
+    assert not casts
+    ops = Counter(str(n.target) for n in update.graph.nodes if n.op == "call_function")
+    low = 5
+    assert ops["aten._to_copy.default"] == low  # a gradient each, where the kernel reads it
+    assert ops["aten.copy_.default"] == low  # a copy each, which the kernel writes
+    assert max(Counter(n for n in ops.elements() if n.startswith("aten._foreach_addcdiv")).values()) == 1  # all at once
+    for master, leaf in ((leaf.master, leaf) for leaf in leaves_of(step)._leaves.values()):
+        assert torch.equal(leaf.low, master.bfloat16())
+
+
+def test_a_step_after_the_second_compiles_nothing_under_a_schedule_of_the_rate() -> None:
+    torch.manual_seed(0)
+    model = Tied()
+    optimizer = AdamW(model.parameters(), lr=0.01, foreach=True)
+    scheduler = LambdaLR(optimizer, lambda i: 0.9**i)
+    step = TrainStep(
+        fxamp.convert(model, policy="O1,dtype=bf16"), loss_of, optimizer, scheduler=scheduler, compile={"backend": traces}
+    )  # fmt: skip
+    run(step, 8)
+    assert len(GRAPHS) == 2
+
+
+def _edits(step: TrainStep, edit: Callable[[nn.Parameter], None]) -> list[Any]:
+    run(step, 3)
+    with torch.no_grad():
+        for p in step.model.parameters():
+            edit(p)
+    return run(step, 2, first=3)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda p: p.mul_(0.5),
+        lambda p: p.copy_(torch.ones_like(p)),
+        lambda p: setattr(p, "data", p.data.clone().fill_(0.1)),
+    ],
+)
+def test_a_weight_that_is_written_between_two_windows_is_cast_again(edit: Any) -> None:
+    assert same(*(_edits(step_of("SGD", weights=weights), edit) for weights in ("auto", "per_use")))
+
+
+def test_an_optimizer_of_somebody_else_ends_the_copies() -> None:
+    found = []
+    for weights in ("auto", "per_use"):
+        step = step_of("AdamW, foreach", weights=weights)
+        run(step, 3)
+        other = AdamW(step.model.parameters(), lr=0.1, fused=True)  # writes without a new version
+        for p in step.model.parameters():
+            p.grad = torch.ones_like(p)
+        other.step()
+        other.zero_grad()
+        found.append(run(step, 2, first=3))
+    assert same(*found)
+
+
+def test_a_hook_on_a_gradient_sees_it_and_the_loss_is_not_compiled_again() -> None:
+    found, seen = [], list[Tensor]()
+    for weights in ("auto", "per_use"):
+        step = step_of("SGD", weights=weights)
+        run(step, 3)
+        weight = step.model.get_parameter("words.weight")
+        handle = weight.register_hook(lambda gradient: seen.append(gradient) or 2 * gradient)
+        between = run(step, 2, first=3)
+        assert "has a hook" in leaves_of(step).reason or weights == "per_use"
+        handle.remove()
+        found.append([between[0], between[1] + run(step, 2, first=5)[1]])
+        if weights == "auto":
+            assert leaves_of(step).reason == ""
+            assert step.compiled is not None
+            assert (step.compiled.loss.frames, step.compiled.update.region.frames) == (1, 2)
+    assert same(*found)
+    assert len(seen) == 4
+
+
+def test_on_gradients_and_a_weighted_micro_batch_find_gradients_at_the_weights() -> None:
+    seen: list[list[torch.dtype]] = []
+
+    def look(params: list[Tensor]) -> None:
+        seen.append([p.grad.dtype for p in params if p.grad is not None])
+
+    run(step_of("SGD", on_gradients=look), 2)
+    assert seen == [[torch.float32] * 7] * 2
+    found = []
+    for weights in ("auto", "per_use"):
+        step = step_of("SGD", weights=weights)
+        for index in range(4):
+            ids = torch.randint(24, (3, 5), generator=torch.Generator().manual_seed(index))
+            step(ids, (ids, torch.tensor(1.0)), weight=torch.tensor(2.0 + index))
+        found.append([[], [p.detach().clone() for p in step.model.parameters()]])
+    assert same(*found)
+
+
+def test_a_weight_without_a_gradient_in_some_windows_keeps_its_state() -> None:
+    def train(weights: str) -> list[Any]:
+        step = step_of("AdamW, foreach", weights=weights)
+        for index in range(6):
+            step.model.get_parameter("inner.0.weight").requires_grad_(index % 2 == 0)
+            run(step, 1, first=index)
+        return run(step, 1, first=6)
+
+    assert same(train("auto"), train("per_use"))
+
+
+@pytest.mark.parametrize("how", ["state", "copy", "switch", "error"])
+def test_a_run_goes_on_with_the_same_bits(how: str) -> None:
+    def train(weights: str) -> list[Any]:
+        step = step_of("AdamW, foreach", accumulate_steps=2, weights=weights)
+        run(step, 3)
+        if how == "state":
+            saved = copy.deepcopy(step.state_dict())
+            run(step, 1, first=3)
+            step.load_state_dict(saved)
+        elif how == "copy":
+            step = copy.deepcopy(step)
+        elif how == "switch":
+            step.switch("O0")
+        else:
+            ids = torch.zeros(3, 5, dtype=torch.long)
+            step(ids, (ids, torch.tensor(1.0)))
+            with pytest.raises(RuntimeError):
+                step(ids, (ids[:2], torch.tensor(1.0)))
+        return run(step, 2, first=3)
+
+    assert same(train("auto"), train("per_use"))
+
+
+def test_no_gradient_is_left_anywhere() -> None:
+    step = step_of("AdamW, foreach")
+    run(step, 3)
+    assert all(p.grad is None for p in step.model.parameters())
+    assert all(leaf.low.grad is None for leaf in leaves_of(step)._leaves.values())
+
+
+def test_the_update_is_that_of_the_capturable_optimizer_in_eager_mode() -> None:
+    ours = step_of("AdamW, foreach")
+    theirs = step_of("AdamW, foreach", compile=False)
+    a, b = run(ours), run(theirs)
+    for p, q in zip(itertools.chain(a[1]), b[1], strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=2e-6)  # bias corrections in float32, and not in Python
+
+
+def test_an_update_that_is_asked_for_needs_a_compiled_step() -> None:
+    with pytest.raises(fxamp.PolicyError, match="compile=True"):
+        step_of("SGD", compile=False, update="compiled")
+    with pytest.raises(fxamp.PolicyError, match="update must be"):
+        step_of("SGD", update="fused")
