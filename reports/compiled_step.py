@@ -7,25 +7,21 @@
 
 On this CPU it takes a BERT of four layers, width 256, batch 4, 64 tokens. Each step is a window of one micro-batch or
 of four (forward and backward each), and then a fused AdamW. Times are medians of rounds in which the variants take
-turns, as ratios to compiled autocast. The report also has counts, which are the same on every run. They are, for one
-micro-batch: the bytes that Inductor's kernels load and store, the kernels of a forward and backward, and the bytes that
-forward saves for backward; and for a window the peak memory of a run, without weights and optimizer state. What happens
-outside the graphs is added: casts of weights, made once a window, casts of their gradients, and the sums of gradients.
-A loop by hand compiles model and loss as one function, which returns the loss.
+turns, as ratios to compiled autocast. The report also has counts, which are the same on every run: of one micro-batch
+the bytes that Inductor's kernels load and store, the kernels of a forward and backward, and the bytes that forward
+saves for backward; and of a window the peak memory of a run, without weights and optimizer state. A loop by hand
+compiles model and loss as one function, which returns the loss.
 
 For a GPU, which need not be there, it takes four models of full size, and counts what Inductor makes of their steps on
-an H100 (`fxamp.measure.fake_cuda`), optimizer included. The report on what only a GPU can show has measured some of it.
+an H100 (`fxamp.measure.fake_cuda`), with all that runs outside of the graphs. The report on what only a GPU can show
+has measured some of it.
 
-The cut counts a cast as reading and writing. Inductor fuses most casts into the kernels on either side, and what they
-cost is what is stored. The last variant is placed with casts that cost nothing, the other extreme: where it moves about
-the same bytes, no model of what is fused could place better.
 `compiled_step.md` and `compiled_step.json` are written beside this file.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import itertools
 import json
@@ -38,7 +34,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import msgspec
 import torch
@@ -55,22 +50,13 @@ from fxamp.measure.counts import laps  # noqa: E402
 from fxamp.measure.fake_cuda.breakdown import Breakdown  # noqa: E402
 from fxamp.measure.fake_cuda.count import count as count_on_gpu  # noqa: E402
 from fxamp.measure.inductor import Counts, recorded, recorded_since, recording  # noqa: E402
-from fxamp.train.weights import WeightCasts  # noqa: E402
-from passes.assign.place.costs import ByteCosts  # noqa: E402
 from reports.exact_numerics import cpu  # noqa: E402
 from reports.gpu import SUBJECTS, own_loss  # noqa: E402
 from reports.made import made, write  # noqa: E402
 
 FP32, AUTOCAST, ALL_LOW = "FP32", "torch.autocast", "all low"
-FUSED = "fxamp O2 per_step, placed as if casts cost nothing"
-POLICIES = {
-    "fxamp O1": ("O1", "per_use"),
-    "fxamp O1 per_step": ("O1", "per_step"),
-    "fxamp O2": ("O2", "per_use"),
-    "fxamp O2 per_step": ("O2", "per_step"),
-    "fxamp O2 per_step, low output": ("O2,output_dtype=low", "per_step"),
-    FUSED: ("O2", "per_step"),
-}
+COMPILED = "fxamp O1, compiled update"
+POLICIES = {"fxamp O1": "O1", COMPILED: "O1", "fxamp O1 per_use": "O1", "fxamp O2": "O2"}
 ROUNDS, WARMUP, RESAMPLED = 11, 2, 2000
 WINDOWS = (1, 4)
 _LENGTH = {"1": "Steps of one micro-batch", "4": "Windows of four micro-batches"}
@@ -78,8 +64,9 @@ SIZE = (256, 4, 4, 64)  # width, layers, batch, tokens
 BATCHES = {"BERT-base": 32, "GPT-2": 8, "Llama 0.5B": 8, "ViT-B": 64}  # of models on a GPU
 # By name: the variant, and the micro-batches of a window. Of both lengths autocast is the base.
 GPU_VARIANTS = {
-    AUTOCAST: (AUTOCAST, 1), "fxamp O1": ("fxamp O1", 1), "fxamp O2": ("fxamp O2", 1), ALL_LOW: (ALL_LOW, 1),
-    f"{AUTOCAST}, windows of 4": (AUTOCAST, 4), "fxamp O1 per_step, windows of 4": ("fxamp O1 per_step", 4),
+    AUTOCAST: (AUTOCAST, 1), "fxamp O1": ("fxamp O1", 1), COMPILED: (COMPILED, 1), "fxamp O2": ("fxamp O2", 1),
+    ALL_LOW: (ALL_LOW, 1), f"{AUTOCAST}, windows of 4": (AUTOCAST, 4),
+    "fxamp O1, windows of 4": ("fxamp O1", 4), f"{COMPILED}, windows of 4": (COMPILED, 4),
 }  # fmt: skip
 Inputs = dict[str, Tensor]
 
@@ -130,35 +117,31 @@ def bert(width: int, layers: int, batch: int, tokens: int) -> tuple[nn.Module, I
 
 
 def variants(size: tuple[int, int, int, int], window: int, options: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
-    """Yield names, models, functions that run a micro-batch, and its casts of weights; each has weights of its own."""
+    """Yield names, and functions that run a micro-batch; each has weights of its own."""
     model, inputs = bert(*size)
     for name in (FP32, AUTOCAST, ALL_LOW, *POLICIES):
         own = copy.deepcopy(model).to(torch.bfloat16 if name == ALL_LOW else torch.float32)
-        # Graphs are captured here, and again when the step is compiled, which is before the next variant.
-        with mock.patch.object(ByteCosts, "cast", return_value=0) if name == FUSED else contextlib.nullcontext():
-            run, weights = micro_batch(own, inputs, name, window, {"options": options})
-            yield name, own, run, weights
+        yield name, micro_batch(own, inputs, name, window, {"options": options})
 
 
 def micro_batch(
     model: nn.Module, inputs: Inputs, variant: str, window: int, how: Mapping[str, Any], device: str = "cpu"
-) -> tuple[Callable[[], Tensor], WeightCasts | None]:
-    """Return what runs a micro-batch of a variant, and its casts of weights; `how` is for `torch.compile`.
+) -> Callable[[], Tensor]:
+    """Return what runs a micro-batch of a variant; `how` is for `torch.compile`.
 
     Of "all low" the model has low weights.
     """
     if variant not in POLICIES:
         if variant == ALL_LOW:
             inputs = {k: v.to(torch.bfloat16) if v.is_floating_point() else v for k, v in inputs.items()}
-        return _by_hand(model, inputs, window, how, torch.autocast(device, torch.bfloat16, variant == AUTOCAST)), None
-    policy, weights = POLICIES[variant]
+        return _by_hand(model, inputs, window, how, torch.autocast(device, torch.bfloat16, variant == AUTOCAST))
     example: Any = () if device == "cuda" else ((), inputs)  # a check compares values
-    converted = fxamp.convert(model, *example, policy=f"{policy},dtype=bf16")
+    converted = fxamp.convert(model, *example, policy=f"{POLICIES[variant]},dtype=bf16")
     step = fxamp.TrainStep(
-        converted, None, _adamw(model), scaler=None, weights=weights,  # type: ignore[arg-type]
-        accumulate_steps=window, compile=how,
+        converted, None, _adamw(model), scaler=None, weights="per_use" if "per_use" in variant else "auto",
+        accumulate_steps=window, compile=how, update="compiled" if variant == COMPILED else None,
     )  # fmt: skip
-    return lambda: step(inputs).loss, step.weights
+    return lambda: step(inputs).loss
 
 
 def _adamw(model: nn.Module) -> torch.optim.AdamW:
@@ -184,30 +167,13 @@ def _by_hand(
     return step
 
 
-def count(
-    model: nn.Module, step: Callable[[], Tensor], weights: WeightCasts | None = None, window: int = 1
-) -> PerBatch:
-    """Compile a step, run three windows, and count what was made, and what is cast and added outside the graphs."""
-    run = _repeated(step, window)
-    moved, kernels, casts, saved = 0.0, 0.0, 0.0, 0
-    for share in (1.0, 1 - 1 / window):  # the second window compiles what adds gradients, in all but its first call
-        mark = recorded()
-        run()
-        made = sum((graph.counts for graph in recorded_since(mark)), Counts())
-        moved += share * made.moved_bytes
-        kernels += share * made.kernels
-        casts += share * made.cast_kernels
-        saved = saved or made.saved_bytes
-    copies: Any = () if weights is None else weights.copies._copies.values()
-    for kept in copies:  # the weight is cast once a window, its gradient each time
-        weight, low = kept.master(), kept.low
-        moved += (1 / window + 1) * low.numel() * (weight.element_size() + low.element_size())
-        kernels += 1 / window + 1
-        casts += 1 / window + 1
-    for weight in model.parameters():  # autograd loads two and stores one
-        moved += (1 - 1 / window) * 3 * weight.numel() * weight.element_size()
-        kernels += 1 - 1 / window
-    return PerBatch(moved, kernels, saved, peak_of(run), casts)  # by now there is optimizer state
+def count(step: Callable[[], Tensor], window: int = 1) -> PerBatch:
+    """Compile a step, run two windows, and count the graphs of forward and backward, and the peak of a third."""
+    run, mark = _repeated(step, window), recorded()
+    run()
+    made = sum((graph.counts for graph in recorded_since(mark) if graph.kind != "inference"), Counts())
+    run()  # which makes the state of the optimizer
+    return PerBatch(made.moved_bytes, made.kernels, made.saved_bytes, peak_of(run), made.cast_kernels)
 
 
 def model(name: str, layers: int | None = None, low: bool = False) -> tuple[nn.Module, tuple[()], Inputs]:
@@ -220,8 +186,7 @@ def model(name: str, layers: int | None = None, low: bool = False) -> tuple[nn.M
 
 def train(model: nn.Module, args: tuple[()], kwargs: Inputs, variant: str, window: int = 1) -> Callable[[], None]:
     """Return what trains a window of a variant on a GPU; `fxamp.measure.fake_cuda` asks for it by name."""
-    run, _ = micro_batch(model, kwargs, variant, window, {"dynamic": False}, "cuda")
-    return _repeated(run, window)
+    return _repeated(micro_batch(model, kwargs, variant, window, {"dynamic": False}, "cuda"), window)
 
 
 def on_gpu(name: str, layers: int | None = None) -> dict[str, Breakdown]:
@@ -261,8 +226,8 @@ def measure(
     """Count every variant, and time whole windows of them in turn unless `rounds` is 0."""
     torch.compiler.reset()  # or what another measurement compiled would be used again, and nothing recorded
     steps, rows = {}, []
-    for name, model, step, weights in tqdm(variants(size, window, options), desc="compile", total=3 + len(POLICIES)):
-        rows.append(Row(name, count(model, step, weights, window)))
+    for name, step in tqdm(variants(size, window, options), desc="compile", total=3 + len(POLICIES)):
+        rows.append(Row(name, count(step, window)))
         steps[name] = _repeated(step, window)
     if not rounds:
         return rows, []
@@ -378,9 +343,10 @@ def to_markdown(found: dict[str, Any]) -> str:
     text = (
         "# Training steps compiled by Inductor, beside compiled autocast\n\n"
         f"BERT, width {width}, {layers} layers, batch {batch}, {tokens} tokens, BF16, fused AdamW, torch "
-        f"{found['torch']}. Bytes and kernels are those of one micro-batch, as Inductor counts them, plus its share of "
-        "what happens outside the graph: casts of weights and of their gradients, and sums of gradients. Peak is the "
-        "peak memory of a window, without weights and optimizer state. Made by `python reports/compiled_step.py`.\n"
+        f"{found['torch']}. Bytes and kernels are those of the graphs of one micro-batch, forward and backward, as "
+        "Inductor counts them; what runs outside of them, the update first of all, is counted in the tables for a GPU. "
+        "Peak is the peak memory of a window, without weights and optimizer state. Made by "
+        "`python reports/compiled_step.py`.\n"
     )
     for window, rows in found["windows"].items():
         counted = [Row(row["variant"], PerBatch(**row["counts"])) for row in rows]

@@ -164,6 +164,7 @@ class CompiledStep:
     def after_backward(self, last: bool) -> None:
         """Add the gradients of a micro-batch up at the weights, unless the update reads them: those of the `last`."""
         self.loss.kernels.after_backward()
+        self.update.region.kernels.begin()
         if not last:
             self.leaves.arrive(self.update.add)
 

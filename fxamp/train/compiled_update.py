@@ -108,7 +108,6 @@ class CompiledUpdate:
         self.eager = self._why_not(end, ran)
         if self.eager:
             return self._as_it_is(end)
-        self.region.kernels.begin()
         if end.max_grad_norm is not None:
             self._leaves.arrive(where_both=True)  # the norm is that of sums
         work = [_Work.of(o, self._stepped(o), self._leaves) for o in end.optimizers]

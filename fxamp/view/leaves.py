@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .._torch import copy_together, mark_static_address
-from .copies import contents_of
+from .copies import Lifted, contents_of
 
 Add = Callable[[list[Tensor], list[Tensor]], None]
 
@@ -86,6 +86,10 @@ class Leaves:
             self._cast_together()
         leaf.read = True
         return leaf.low
+
+    def all_of(self, lifted: Iterable[Lifted], args: Sequence[Any]) -> list[Tensor]:
+        """Return the copies that a graph reads."""
+        return [self.of(args[place], dtype) for place, dtype, *_ in lifted]
 
     def of_masters(self, masters: Iterable[Tensor]) -> list[list[Tensor]]:
         """Return the copies of some weights, which are of several dtypes where views have several."""

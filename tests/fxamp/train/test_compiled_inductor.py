@@ -175,7 +175,7 @@ def test_the_peak_and_what_is_saved_are_at_most_those_of_compiled_autocast() -> 
         return loss
 
     torch.compiler.reset()
-    theirs = compiled_step.count(model, by_hand)
+    theirs = compiled_step.count(by_hand)
     modes: tuple[Mode, ...] = ("per_use", "per_step")
     for policy, weights in itertools.product(("O1,dtype=bf16", "O2,dtype=bf16"), modes):
         ours = wide()
@@ -183,6 +183,6 @@ def test_the_peak_and_what_is_saved_are_at_most_those_of_compiled_autocast() -> 
         optimizer = AdamW(ours.parameters(), fused=True)
         step = TrainStep(converted, F.cross_entropy, optimizer, weights=weights, compile=True)
         torch.compiler.reset()
-        found = compiled_step.count(ours, lambda step=step: step(x, y).loss, step.weights)  # type: ignore[misc]
+        found = compiled_step.count(lambda step=step: step(x, y).loss)  # type: ignore[misc]
         assert 0 < found.saved_bytes <= theirs.saved_bytes
         assert 0 < (found.peak or 0) <= (theirs.peak or 0), (policy, weights)
