@@ -340,6 +340,9 @@ class Low(Protocol):
     def of(self, master: Tensor, dtype: torch.dtype, flagged: bool = False, grad: bool = True) -> Tensor:
         """Return the copy of a weight, as `Copies.of` does."""
 
+    def all_of(self, lifted: Iterable[Lifted], args: Sequence[Any]) -> list[Tensor]:
+        """Return the copies that a graph reads, each as `of` returns it."""
+
 
 class Lifted(NamedTuple):
     """A cast of a parameter that is an input of the graph: which input the parameter is, and as `Copies.of` has it.
