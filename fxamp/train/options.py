@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -98,6 +99,11 @@ class Options:
             + [f"compile={compile!r}"] * (settings is not None),
         )
         return made
+
+    @functools.cached_property
+    def closes(self) -> bool:
+        """Whether the optimizer evaluates the loss itself."""
+        return needs_closure(self.optimizers[0])
 
     def saved(self) -> dict[str, Any]:
         """Return them as plain values, for a state; of what is none, as a loss or a scaler, its class.

@@ -51,7 +51,7 @@ from .ranks.ranks import Ranks, exchange
 from .ranks.refused import refuse_differences, refuse_unfit_model, refuse_unfit_ranks
 from .result import HostFlag, StepResult
 from .scaler import LossScaler, collapsed, first_bad, named_gradients, require_scale, update_scale
-from .update import AtEnd, Update, needs_closure, step_by_closure, take_step
+from .update import AtEnd, Update, step_by_closure, take_step
 from .weights import Mode, WeightCasts
 from .window import (
     UNWEIGHTED,
@@ -235,6 +235,7 @@ class TrainStep:
     windows = property(attrgetter("course.windows"))
     switches = property(attrgetter("course.switches"))
     torn = property(attrgetter("course.torn"))
+    closes = property(attrgetter("options.closes"))
 
     @property
     def undecided(self) -> bool:
@@ -255,11 +256,6 @@ class TrainStep:
     def skipped(self) -> int:
         """How many windows ended with a skipped step of an optimizer. Reading it may wait for the device."""
         return self.course.skipped.read()
-
-    @property
-    def closes(self) -> bool:
-        """Whether the optimizer evaluates the loss itself."""
-        return needs_closure(self.options.optimizers[0])
 
     @property
     def in_place(self) -> bool:
@@ -619,11 +615,10 @@ class TrainStep:
 
     def close_window(self) -> None:
         """Leave the window that is open, without a step, if one is; what was cut off can be repeated."""
-        self.weights.end()
-        if self.compiled is not None:
-            self.compiled.leaves.clear()
         if self.opened is not None:
             self.opened.close()
+            if self.compiled is not None:
+                self.compiled.leaves.clear()
             self.loop.after_window(in_place=self.in_place)
             self.opened = None
 

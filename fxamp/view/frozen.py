@@ -165,8 +165,9 @@ def weights_of(graph: Graph) -> tuple[list[tuple[str, Lifted, int]], dict[str, s
 
     Of each it is the name in the model, the cast, and how often a call makes it, which a checkpoint does twice.
     """
-    names, gm = graph.names, copied(graph.emitted)
-    casts_before_checkpoints(gm, names)
+    names, gm = graph.names, graph.emitted
+    if any(n.op == "call_function" and row_of(n).recomputed for n in gm.graph.nodes):
+        casts_before_checkpoints(gm := copied(gm), names)
     casts = [
         (names[what.place], what, 1 + any(row_of(user).recomputed for user in node.users))
         for node, what in weight_casts(gm.graph, names)

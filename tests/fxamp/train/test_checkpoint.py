@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import math
 from pathlib import Path
@@ -57,6 +58,18 @@ def build(policy: str = "O1,dtype=bf16", seed: int = 0, **settings: Any) -> Trai
 
 
 through_a_file = functools.partial(saved, weights_only=True)
+
+
+def test_the_options_of_a_step_are_one_value_which_its_state_has_whole() -> None:
+    step = build(max_skips=7, check_finite=False, on_gradients=lambda params: None)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        step.options.max_skips = 8  # type: ignore[misc]
+    with pytest.raises(AttributeError):
+        step.accumulate_steps = 8
+    kept = through_a_file(step.state_dict())["options"]
+    assert list(kept) == [field.name for field in dataclasses.fields(step.options)]
+    assert (kept["max_skips"], kept["check_finite"], kept["optimizers"]) == (7, False, ["AdamW", "SGD"])
+    assert (kept["scaler"], kept["on_gradients"], kept["compile"]) == ("LossScaler", "function", None)
 
 
 def tensors_of(step: TrainStep) -> list[Tensor]:

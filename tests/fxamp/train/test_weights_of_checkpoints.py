@@ -148,17 +148,17 @@ def test_a_weight_that_is_cast_in_a_branch_is_named() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*checkpoint")  # of transformers, of its own settings and names
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", ["BertForMaskedLM", "LlamaForCausalLM", "GPT2LMHeadModel"])
-def test_what_gradient_checkpointing_enable_recomputes_is_cast_once_a_window(name: str, reentrant: bool) -> None:
-    import transformers
+def test_what_transformers_recompute_is_cast_once_a_window(reentrant: bool) -> None:
+    from transformers import BertConfig, BertForMaskedLM
 
-    kind: Any = getattr(transformers, name)
-    config = kind.config_class(vocab_size=40, num_hidden_layers=2, num_attention_heads=2, hidden_size=32)
+    config = BertConfig(
+        vocab_size=40, num_hidden_layers=1, num_attention_heads=2, hidden_size=32, intermediate_size=64, use_cache=False
+    )
     ids = torch.arange(16).view(2, 8)
     ran = []
     for weights in ("per_step", "per_use"):
         torch.manual_seed(0)
-        model = kind(config).train()
+        model = BertForMaskedLM(config).train()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
         if reentrant:
             model.enable_input_require_grads()
@@ -168,11 +168,7 @@ def test_what_gradient_checkpointing_enable_recomputes_is_cast_once_a_window(nam
         with WeightCasts(model) as casts:
             losses += [step({"input_ids": ids, "labels": ids}).loss for _ in range(4)]
         ran.append(([*losses, *model.parameters()], casts.count))
+        inside = sum(".layer." in path for path in step.weights.kept)
     assert all(map(torch.equal, ran[0][0], ran[1][0]))
-    assert ran[0][1] == len(step.weights.kept)
-    assert ran[1][1] == 4 * ran[0][1] + 4 * _inside(step)
-
-
-def _inside(step: TrainStep) -> int:
-    """Return how many weights are read in blocks, which are run twice."""
-    return sum(".layer" in path or ".h." in path for path in step.weights.kept)
+    assert (ran[0][1], inside) == (len(step.weights.kept), 12)
+    assert ran[1][1] == 4 * (len(step.weights.kept) + inside)  # blocks run twice

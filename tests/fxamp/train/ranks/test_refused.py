@@ -63,6 +63,8 @@ SCALERS: list[dict[str, Any]] = [{"scaler": fxamp.LossScaler(init_scale=2.0**k)}
         ([FP16, FP16], SCALERS, r"the loss scaler is .*'scale': 256.0.* on rank 0, .*'scale': 512.0.* on rank 1"),
         ([FP16, FP16], [{}, {"scaler": None}], r"the loss scaler is .*dynamic.* on rank 0, .*none.* on rank 1"),
         ([BF16, BF16], [{}, {"accumulate_steps": 2}], "accumulate_steps is 1 on rank 0, 2 on rank 1"),
+        ([BF16, BF16], [{}, {"max_skips": 3}], "max_skips is 20 on rank 0, 3 on rank 1"),
+        ([BF16, BF16], [{"check_finite": False}, {}], "check_finite is False on rank 0, True on rank 1"),
         ([BF16, BF16], [{}, {"max_grad_norm": 1.0}], "max_grad_norm is None on rank 0, 1.0 on rank 1"),
     ],
     ids=["policy", "scale", "scaling", "accumulation", "clipping"],
