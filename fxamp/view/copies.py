@@ -391,13 +391,6 @@ def lift(
     return GraphModule(gm, graph), examples, lifted
 
 
-def with_copies(
-    run: Callable[..., Any], lifted: Sequence[Lifted], opened: Callable[[], Copies | None]
-) -> Callable[..., Any]:
-    """Return a function that calls a graph with the casts that were lifted out of it."""
-    return lambda *args: run(*args, *lifted_inputs(lifted, opened, args))
-
-
 def lifted_inputs(
     lifted: Sequence[Lifted], opened: Callable[[], Copies | None], args: Sequence[Any]
 ) -> Iterator[Tensor]:
