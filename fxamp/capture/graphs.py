@@ -111,14 +111,13 @@ class Graphs(list[Graph]):
         self.append(replace(graph, number=len(self)))
         return self[-1]
 
-    def rebind(self, graph: Graph) -> bool:
-        """Keep a graph for other parameters: in its own place, if decisions are at the same paths; say whether so."""
+    def rebind(self, graph: Graph) -> Graph:
+        """Keep a graph for other parameters, with its number: in its own place, if decisions are at the same paths."""
         for i, known in enumerate(self):
             if known.emitted is graph.emitted and (not known.paths or known.plan.decisions == graph.plan.decisions):
                 self[i] = replace(graph, number=i)
-                return True
-        self.add(graph)
-        return False
+                return self[i]
+        return self.add(graph)
 
     def distinct(self) -> list[Graph]:
         """Return the graphs, in order; of those that were captured repeatedly the last.

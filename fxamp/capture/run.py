@@ -59,23 +59,24 @@ class GraphCall:
         inputs: the inputs that it was compiled for.
         device: the kind of device whose autocast is off while it runs.
         graphs: the store of its view; None for a model that is compiled in place, where each call finds it.
+        model: the view's.
         whole: it has all of a call of the view.
         more: gives further inputs, from the inputs of a call.
     """
 
     __slots__ = (
-        "__weakref__", "_by", "_compile", "_crossing", "_device", "_first", "_gm", "_graphs", "_last", "_low", "_more",
-        "_parts", "_run", "_seen", "_underflow", "_whole", "graph",
+        "__weakref__", "_by", "_compile", "_crossing", "_device", "_first", "_gm", "_graphs", "_last", "_low", "_model",
+        "_more", "_parts", "_run", "_seen", "_underflow", "_whole", "graph",
     )  # fmt: skip
 
     def __init__(
         self, graph: Graph, gm: GraphModule, run: Callable[..., Any], compile: Compile | None,
-        inputs: Sequence[Any], device: str, *, graphs: Graphs | None = None, whole: bool = False,
+        inputs: Sequence[Any], device: str, *, graphs: Graphs | None = None, model: Any = None, whole: bool = False,
         more: Callable[[Sequence[Any]], Iterable[Any]] | None = None,
     ) -> None:  # fmt: skip
         self.graph, self._gm, self._run, self._compile = graph, gm, run, compile
         self._by = "eager" if graph.kept is None else graph.kept.by
-        self._device, self._graphs, self._whole, self._more = device, graphs, whole, more
+        self._device, self._graphs, self._model, self._whole, self._more = device, graphs, model, whole, more
         self._first = next(iter(graph.places), -1)
         first = inputs[self._first] if graph.places else None
         self._last = -1 if first is None or _on_twin() else id(first)  # torch swaps no tensor with a weak reference
@@ -94,7 +95,7 @@ class GraphCall:
 
     def release(self) -> None:
         """Let go of the graph: torch may keep this object for as long as the process lives."""
-        for name in ("graph", "_gm", "_run", "_compile", "_graphs", "_more"):
+        for name in ("graph", "_gm", "_run", "_compile", "_graphs", "_model", "_more"):
             setattr(self, name, None)
 
     def __call__(self, *args: Any) -> Any:
@@ -189,8 +190,9 @@ class GraphCall:
         Raises:
             PolicyError: the policy asks for other colours in that module, by its path.
         """
-        first = args[self._first]
-        if _on_twin():
+        first, call = args[self._first], current()
+        if call is not None and call.on_twin:
+            self._meet_on_twin(call, args)
             return
         if id(first) not in self._seen:
             found = scope()
@@ -198,10 +200,17 @@ class GraphCall:
             if self._graphs is None or id(first) in names:  # else as `functional_call` swaps them
                 moved = self.graph.at(args, names)
                 graphs = compiled_in_place(args, found) if self._graphs is None else self._graphs
-                if graphs.rebind(moved):
-                    self.graph = moved
+                kept = graphs.rebind(moved)
+                if kept.number == self.graph.number:
+                    self.graph = kept
         self._last = id(first)
         self._seen.add(self._last)
+
+    def _meet_on_twin(self, call: Call, args: tuple[Any, ...]) -> None:
+        """Keep the graph for the layer that it runs for on a copy of the view's model, which is only captured."""
+        found = None if self._whole or call.does == "compare" else scope()
+        if found is not None and self._graphs is not None and id(args[self._first]) in found.names:
+            call.ran.append(self._graphs.rebind(self.graph.at(args, found.names).of(self._model)).number)
 
     def _note(self, call: Call, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Note what crosses a break: low values that something was computed from, and which are the model's own."""

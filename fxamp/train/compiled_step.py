@@ -29,7 +29,7 @@ from .._torch import is_sharded
 from ..capture.graph import Graph, copied
 from ..observe import workload
 from ..observe.watch import Part, observed
-from ..view.copies import Copies, Lifted, lift, with_copies
+from ..view.copies import Copies, Lifted, lift, lifted_inputs
 from ..view.hooks import HookWatch
 from ..view.leaves import Leaves
 from ..view.runner import Runner
@@ -214,15 +214,12 @@ class CompiledStep:
             compiled: Callable[..., Any] = more.run()(copied(emitted), given)
             return compiled
 
-        def run(*args: Any) -> Any:
-            return observed(planned, emitted, by, made, args, again)
-
-        run = with_copies(run, lifted, self._copies)
         devices = list({runner.graphs.device for runner in self._inlined})
 
         def call(*args: Any) -> Any:
             with no_autocast(devices):  # after a break inside a view, Python is in its region
-                return run(*args)
+                low = lifted_inputs(lifted, self._copies, args, whole=True)
+                return observed(planned, emitted, by, made, (*args, *low), again)
 
         return call
 

@@ -492,13 +492,6 @@ def casts_inside(gm: GraphModule, names: Mapping[int, str]) -> Iterator[tuple[st
             yield from casts_inside(body, here)
 
 
-def with_copies(
-    run: Callable[..., Any], lifted: Sequence[Lifted], opened: Callable[[], Low | None]
-) -> Callable[..., Any]:
-    """Return a function that calls a graph with the casts that were lifted out of it."""
-    return lambda *args: run(*args, *lifted_inputs(lifted, opened, args, whole=True))
-
-
 def lifted_inputs(
     lifted: Sequence[Lifted], opened: Callable[[], Low | None], args: Sequence[Any], *, whole: bool = False
 ) -> list[Tensor]:

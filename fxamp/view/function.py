@@ -171,7 +171,9 @@ class Function:
             graph = graph.of(self._model)
             known = next((each for each in graphs if each.computes(graph)), None)  # of code that was captured once more
         graph = graphs.add(graph) if known is None else replace(graph, number=known.number)
-        made = GraphCall(graph, gm, run, again, inputs, graphs.device, graphs=graphs, whole=whole, more=more)
+        made = GraphCall(
+            graph, gm, run, again, inputs, graphs.device, graphs=graphs, model=self._model, whole=whole, more=more
+        )
         self._calls.append(made)
         let_go_of_inputs(n.meta.get("example_value") for n in gm.graph.find_nodes(op="placeholder"))
         return made

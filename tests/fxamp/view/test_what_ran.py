@@ -545,3 +545,41 @@ def test_to_capture_leaves_the_inputs_as_they_were_where_python_runs_the_model()
 
 def recursing(make: Callable[[], Tensor], depth: int) -> Tensor:
     return make() if not depth else recursing(make, depth - 1)
+
+
+class Block(nn.Module):
+    """Two layers and a break between them, of which Dynamo makes one pair of graphs for all blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Any:
+        h = torch.relu(self.a(x))
+        torch._dynamo.graph_break()
+        return self.b(h)
+
+
+class Blocks(nn.Module):
+    """Three blocks, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = Block(), Block(), Block()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.third(self.second(self.first(x)))
+
+
+def test_a_graph_that_runs_for_several_layers_is_planned_for_each_ahead() -> None:
+    model, x = Blocks(), example()
+    view = fxamp.convert(model, (x,), policy="O1,dtype=bf16")
+    ahead = fxamp.plan_of(view)
+    assert [d.module_path for d in ahead.decisions if d.op == "linear"] == [
+        f"{block}.{layer}" for block in ("first", "second", "third") for layer in ("a", "b")
+    ]
+    assert ahead.complete
+    count = len(fxamp.graphs(view))
+    view(x)
+    assert fxamp.plan_of(view) == ahead
+    assert len(fxamp.graphs(view)) == count
