@@ -51,7 +51,9 @@ _PACKAGES = tuple(
     for file in (torch.__file__, os.path.dirname(__file__), passes.__file__)
 )
 USER_FILES = set[str]()  # files of fxamp's own with models such as users write
-CALLERS = dict[CodeType, str]()  # functions of fxamp's that call the user's code, and what they are, for `Place.by`
+# What functions of fxamp's are that call the user's code, for `Place.by`, by the identity of their code: a hash of code
+# reads all of it.
+CALLERS = dict[int, str]()
 _TO = torch.ops.aten._to_copy.default
 _COPY = torch.ops.aten.copy_.default
 _COPIES, _UNSCALE = torch.ops.aten._foreach_copy_.default, torch.ops.aten._amp_foreach_non_finite_check_and_unscale_
@@ -266,8 +268,8 @@ class Watch(Ops):
                 module = module or self._names.get(id(frame.f_locals["self"]), "")
             elif file in USER_FILES or not (file.startswith(_PACKAGES) or _is_compiled(frame)):
                 line = line or ("" if file.startswith("<") else f"{os.path.basename(file)}:{frame.f_lineno}")
-            elif code in CALLERS:
-                by = CALLERS[code]
+            elif id(code) in CALLERS:
+                by = CALLERS[id(code)]
             elif code.co_name == "scale" and isinstance(frame.f_locals.get("self"), torch.amp.GradScaler):
                 self.scaled = True
             frame = frame.f_back

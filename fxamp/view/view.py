@@ -283,7 +283,7 @@ def _plain(author: Any, kind: type | None) -> Any:
                 runner_of(self).say_uncaptured(name)
         return made
 
-    CALLERS[in_region_of_view.__code__] = "a method of a view that is not captured"
+    CALLERS[id(in_region_of_view.__code__)] = "a method of a view that is not captured"
     return in_region_of_view
 
 
