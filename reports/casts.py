@@ -23,7 +23,7 @@ import json
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ sys.path.insert(0, str(HERE.parent))
 import fxamp  # noqa: E402  (the path comes first)
 from fxamp.measure.counts import StepCounts, last_loss, step_counts, window_counts  # noqa: E402
 from fxamp.train.weights import WeightCasts  # noqa: E402
-from reports.made import made, write  # noqa: E402
+from reports.made import Made, made, write  # noqa: E402
 from reports.timing import Timing, interleaved, keep_freed_memory  # noqa: E402
 
 Inputs = dict[str, Tensor]
@@ -270,8 +270,11 @@ def _machine(device: str) -> str:
     return f"CPU ({torch.backends.cpu.get_cpu_capability()}, {threads} thread{'s' if threads > 1 else ''})"
 
 
-def to_markdown(rows: Sequence[Row], machine: str) -> str:
-    """Return the report as Markdown: one table of all, and one a quantity of the sizes of BERT."""
+def to_markdown(rows: Sequence[Row], machine: str, timed: Made | None = None) -> str:
+    """Return the report as Markdown: one table of all, and one a quantity of the sizes of BERT.
+
+    `timed` says when the times were measured, if that was before the counts were.
+    """
     headers = (
         "model", "low", "variant", "casts", "MB cast", "MB saved for backward", "ops", "time / autocast", "spread",
     )  # fmt: skip
@@ -287,6 +290,7 @@ def to_markdown(rows: Sequence[Row], machine: str) -> str:
         f" Times are of windows of\n{WINDOW}; the variants take turns, and each is compared with autocast in the same "
         "round.\n± is half of the 95 % interval of the median of these ratios. glibc keeps what is freed (mallopt), so "
         "that page faults,\nwhich depend on the variant that ran before, are no part of the times."
+        + (f"\nTimes are of commit {timed['commit']}, at a load of {timed['load']}; counts are newer." if timed else "")
     )
     parts = [f"## {title}\n\n{sized}\n" for title, quantity in QUANTITIES.items() if (sized := by_size(rows, quantity))]
     return (
@@ -348,7 +352,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure the models asked for, write both files after each, and print the report."""
     parser = argparse.ArgumentParser(description="Count what a training step does about dtypes.")
     parser.add_argument("model", nargs="*", metavar="MODEL", help=", ".join(MODELS))
-    parser.add_argument("--no-times", action="store_true", help="count only")
+    parser.add_argument("--no-times", action="store_true", help="count only; times stay as they are")
     parser.add_argument("--missing", action="store_true", help="only models of which the report has no times yet")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="timed rounds per model (default: %(default)s)")
     parser.add_argument("-o", "--output", type=Path, default=HERE, metavar="FOLDER", help="where to write")
@@ -359,23 +363,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
     lows = (torch.bfloat16, torch.float16) if device == "cuda" else (torch.bfloat16,)
     rounds = 0 if options.no_times else options.rounds
     file = options.output / "casts.json"
-    rows = [_row(**row) for row in json.loads(file.read_text())["rows"]] if file.exists() else []
+    before = json.loads(file.read_text()) if file.exists() else {"rows": []}
+    rows = [_row(**row) for row in before["rows"]]
+    clock = {(r.model, r.dtype, r.variant): _times(r) for r in rows} if options.no_times else {}
+    timed = before.get("timed", before.get("made")) if any(t for of in clock.values() for t in of.values()) else None
     untimed = {row.model for row in rows if row.time is None and not row.variant.endswith(RESTORED)}
-    timed = {row.model for row in rows} - untimed
-    wanted = [name for name in options.model or MODELS if not (options.missing and name in timed)]
+    has_times = {row.model for row in rows} - untimed
+    wanted = [name for name in options.model or MODELS if not (options.missing and name in has_times)]
     machine = _machine(device)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="FP16 gradients without a loss scale")  # nothing is trained here
         warnings.filterwarnings("ignore", message="training in FP16 without loss scaling")
         for name in tqdm(wanted, desc="models", unit="model"):
-            measured = [row for low in lows for row in measure(name, device, low, rounds)]
+            counted = [row for low in lows for row in measure(name, device, low, rounds)]
+            measured = [replace(r, **clock.get((r.model, r.dtype, r.variant), {})) for r in counted]
             others = [row for row in rows if row.model != name and row.model in MODELS]
             rows = sorted([*others, *measured], key=lambda row: list(MODELS).index(row.model))
             data = {
-                "made": began, "torch": torch.__version__, "machine": machine, "rows": [asdict(row) for row in rows],
+                "made": began, **({"timed": timed} if timed else {}), "torch": torch.__version__, "machine": machine,
+                "rows": [asdict(row) for row in rows],
             }  # fmt: skip
-            write(options.output, "casts", data, to_markdown(rows, machine))
-    sys.stdout.write(to_markdown(rows, machine))
+            write(options.output, "casts", data, to_markdown(rows, machine, timed))
+    sys.stdout.write(to_markdown(rows, machine, timed))
+
+
+def _times(row: Row) -> dict[str, Any]:
+    return {"time": row.time, "spread": row.spread, "step_time": row.step_time, "step_spread": row.step_spread}
 
 
 def _row(counts: dict[str, int] | None, **others: Any) -> Row:

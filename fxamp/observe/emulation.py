@@ -244,7 +244,7 @@ class Emulation(Run):
             value = self.env[o]
             if is_fp32(value) and id(value) not in made and not self._sites.is_written(o):
                 seen = read(reader, self._sites.source(o), value)
-                made[id(value)] = seen if floats(n.meta.get("val")) else seen.detach()  # which gets no gradient
+                made[id(value)] = seen if _has_derivative(n.meta.get("val")) else seen.detach()
         return pytree.tree_map(lambda v: made.get(id(v), v), (args, kwargs))
 
     def _is_shared(self, node: Node) -> bool:
@@ -301,6 +301,12 @@ def _statistics(node: Node, bodies: Mapping[Node, list[Body]]) -> set[Node]:
         inside = {o for n in body.graph.nodes if n.op.startswith("call") for o in _statistics(n, within)}
         found |= {operand for place, operand in body.operands(node).items() if place in inside}
     return found
+
+
+def _has_derivative(value: Any) -> bool:
+    """Say whether gradients pass through an op that makes such a value: it is floating, or complex."""
+    tensors = (t for t in pytree.tree_leaves(value) if isinstance(t, Tensor))
+    return any(t.is_floating_point() or t.is_complex() for t in tensors)
 
 
 def _constant(value: Any) -> Any:

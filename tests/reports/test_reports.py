@@ -107,6 +107,8 @@ def test_casts_goes_on_where_it_stopped_and_times_whole_windows_of_the_sizes(
     timed = [row for row in second[9:] if not row.variant.endswith("restored")]
     assert all(row.time and row.step_time and row.step_spread is not None for row in timed)
     assert run("--missing", "--rounds", "2") == second
+    assert run("tiny", "--no-times") == second  # counted anew, with the times of before
+    assert "counts are newer" in tmp_path.joinpath("casts.md").read_text()
     last = tmp_path.joinpath("casts.md").read_text().split("## ")[-1]
     assert "AdamW" in last
     header, _, line = (

@@ -295,32 +295,39 @@ def _nets(
         return
     mode = simulation.policy.sharing
     storage = value in uses.grad and shares_storage(mode, value, simulation.device)
-    through = uses.outputs.get(value, ())
-    wide = len(through) == 1 or (bool(through) and shares_cast(mode, value, value, False, uses.grad))
     casts: dict[Any, list[_Read]] = {}
     storages: dict[Any, list[_Read]] = {}
-    back: list[_Read] = []
+    back = _read_back(value, uses)
+    through, cast_anyway = {read.reader for read in back}, any(read.side is Side.LOW for read in back)
     for node, (reader, where) in ((n, read) for n in nodes for read in uses.readers[n]):
         side = uses.side(reader, where)
-        if side is None:
-            continue
-        if wide and reader in through:
-            back.append(_Read(node, reader, side))
+        if side is None or reader in through:
             continue
         by_rule = reader in simulation.colours and simulation.colours[reader].lowers
         when = modes.get(reader), simulation.aliases.epoch(node, reader)
         key = when if (shared := shares_cast(mode, node, reader, by_rule, uses.grad)) else reader
-        casts.setdefault((shared, key), []).append(_Read(node, reader, side))
-        if storage:
+        pays = not cast_anyway or reader.op == "output"  # else it reads a cast that is made for others
+        if pays or not shared:
+            casts.setdefault((shared, key), []).append(_Read(node, reader, side))
+        if pays and storage:
             storages.setdefault(when, []).append(_Read(node, reader, side))
     for (shared, _), group in casts.items():
         count = 1 if shared else len(group)
         yield from _net(value, group, (0 if storage else count, count), shared, uses)
     for group in storages.values():
         yield from _net(value, group, (1, 0), False, uses)
-    if back:
-        for net, sides in _net(value, back, (1, 1), True, uses):
-            yield replace(net, wide=True), sides
+    for net, sides in _net(value, back, (1, 1), True, uses) if back else ():
+        yield replace(net, wide=True), sides
+
+
+def _read_back(value: Node, uses: Uses) -> list[_Read]:
+    """Return the reads of an output through the FP32 that is handed out, where readers of that share casts."""
+    through = uses.outputs.get(value, ())
+    if len(through) != 1 and not shares_cast(uses.simulation.policy.sharing, value, value, False, uses.grad):
+        return []
+    sides = [(r, uses.side(r, place)) for r, place in uses.readers[value] if r in through]
+    either = {r: uses.variable(value) for r, side in sides if side is None and uses.takes_either(r)}
+    return [_Read(value, r, either[r] if side is None else side) for r, side in sides if side or r in either]
 
 
 class _Read(NamedTuple):

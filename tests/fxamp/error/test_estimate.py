@@ -285,6 +285,34 @@ def test_bodies_and_graph_breaks_are_looked_into(how: str) -> None:
     assert {"a/linear#0", "b/linear#0", "last/linear#0"} <= what
 
 
+class Spectrum(nn.Module):
+    """The head of a vocoder: numbers of a spectrum, by magnitude and phase or as they are, and their signal."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.last, self.how = nn.Linear(16, 16), nn.Linear(16, 18), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.last(torch.tanh(self.first(x)))
+        if self.how == "fft":
+            return torch.fft.rfft(h.float()).abs().square()
+        real, imaginary = h.float().chunk(2, -1)
+        spectrum = torch.polar(real.exp(), imaginary) if self.how == "polar" else torch.complex(real, imaginary)
+        signal: Tensor = torch.fft.irfft(spectrum, n=16)
+        return signal
+
+
+@pytest.mark.parametrize("how", ["complex", *matrix("fft", "polar")])
+def test_gradients_that_come_through_complex_values_are_predicted(how: str) -> None:
+    torch.manual_seed(0)
+    given: dict[str, Any] = {"loss": lambda y: (y.float() - 1).square().mean(), "policies": "O1,dtype=bf16"}
+    model, batches = Spectrum(how), [(torch.randn(64, 16),) for _ in range(8)]
+    predicted = fxamp.estimate_error(model, batches=batches[:3], **given).policies[0]
+    measured = fxamp.measure_error(model, batches=batches, **given).policies[-1]
+    assert measured.gradient / 2 < predicted.gradient < measured.gradient * 2
+    assert measured.loss / 3 < predicted.loss < measured.loss * 3
+
+
 def test_graphs_and_compiled_views_are_predicted_too() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
     x, y = torch.randn(64, 8), torch.randint(4, (64,))
