@@ -25,7 +25,7 @@ from passes.contract.errors import PolicyError
 from passes.graph.notes import is_inserted
 from passes.graph.values import LOW_DTYPES, dtypes_of, no_autocast
 
-from .._torch import is_sharded
+from .._torch import is_sharded, registrations
 from ..capture.graph import Graph, copied
 from ..observe import workload
 from ..observe.watch import Part, observed
@@ -105,6 +105,7 @@ class CompiledStep:
         self._inlined: list[Runner] = []  # in the present call
         self._graphs: list[Graph] = []  # the graphs of views that were captured here
         self._hooks = HookWatch(model)
+        self._registered, self._named = -2, list[tuple[str, nn.Parameter]]()
 
     @property
     def cuda_graph(self) -> str:
@@ -156,10 +157,10 @@ class CompiledStep:
             return "CUDA graphs record the addresses of gradients"
         if not self._runners:
             return "no view is traced into the graph"
-        for name, p in self._model.named_parameters():
-            if p._backward_hooks or p._post_accumulate_grad_hooks:
-                return f"'{name}' has a hook on its gradient"
-        return ""
+        if self._registered != (now := registrations()):
+            self._registered, self._named = now, list(self._model.named_parameters())
+        hooked = (name for name, p in self._named if p._backward_hooks or p._post_accumulate_grad_hooks)
+        return next((f"'{name}' has a hook on its gradient" for name in hooked), "")
 
     def after_backward(self, last: bool) -> None:
         """Add the gradients of a micro-batch up at the weights, unless the update reads them: those of the `last`."""

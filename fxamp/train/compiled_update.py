@@ -254,9 +254,12 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _constants_of(optimizer: Optimizer) -> tuple[Any, ...]:
+    """Return what a graph of its step depends on: the weights of each group, and its numbers but for the rate."""
     kinds = (int, float, tuple, type(None))
-    groups = ({k: v for k, v in g.items() if isinstance(v, kinds) and k != "lr"} for g in optimizer.param_groups)
-    return tuple((*group.items(),) for group in groups)
+    return tuple(
+        (*map(id, g["params"]), *((k, v) for k, v in g.items() if isinstance(v, kinds) and k != "lr"))
+        for g in optimizer.param_groups
+    )
 
 
 class _Step:

@@ -19,13 +19,12 @@ def describe(step: TrainStep) -> tuple[tuple[str, str], ...]:
     casts = "at every use"
     if weights.mode == "per_step":
         casts = f"{len(weights.kept)} weights are cast once a window, instead of up to {weights.times} times"
-        if step.compiled is not None:
-            casts = f"{len(weights.kept)} weights are cast once a window, and are inputs of the compiled graph"
     named = list(weights.per_use.items())
+    leaves = () if step.compiled is None else step.compiled.leaves
     rows = [
         ("window", f"{step.accumulate_steps} micro-batches, {step.windows} windows finished"),
         *((f"policy from window {window} on", policy) for window, policy in step.switches),
-        ("weights", f"{weights.mode}: {casts}"),
+        ("weights", f"{len(leaves)} are read in 16 bits as leaves" if leaves else f"{weights.mode}: {casts}"),
         *((f"per use: {path}", reason) for path, reason in named[:_SHOWN]),
         *[("per use", f"{len(named) - _SHOWN} more, listed in step.weights.per_use")] * (len(named) > _SHOWN),
         *compiled_rows(step.compiled),
@@ -56,6 +55,8 @@ def compiled_rows(compiled: CompiledStep | None) -> list[tuple[str, str]]:
     if compiled is None:
         return []
     rows = [("compiled", f"by '{compiled.settings.name}'")]
+    if compiled.leaves.reason:
+        rows.append(("no weights as leaves", compiled.leaves.reason))
     if compiled.cuda_graph:
         rows.append(("CUDA graph", compiled.cuda_graph))
     for region in compiled.regions:

@@ -113,7 +113,8 @@ class TrainStep:
             "per_step" if the forwards of a window would cast a weight more than once, else "per_use". With `compile`
             under DistributedDataParallel it is "per_use", since torch exchanges gradients during backward only for
             graphs that read the weights, not copies of them. `step.weights.per_use` names what is cast at every call.
-            Under FSDP2 "per_step" is refused.
+            Under FSDP2 "per_step" is refused. A compiled step reads copies at any length of window, unless it is
+            "per_use" (see `compile`).
         max_skips: So many skipped steps in a row raise ScaleCollapseError, which names the first parameter and the
             first node with a value that is not finite; its `overflow.policy` is one that cures it, for `switch`. The
             window is finished then: what stepped is counted, and its scheduler has stepped. The limit of a LossScaler
@@ -127,15 +128,21 @@ class TrainStep:
         census: "warn" or "error": watch the first call, and the next one after a graph was captured, as `fxamp.census`
             does, and say what did not run as planned in a warning or as a VerificationError. Other calls cost nothing.
         compile: With True, Inductor compiles model and loss as one graph and, from the second window on, everything
-            after the last backward as another; fused optimizers are not compiled. It may also be the name of another
-            backend, or a mapping of `torch.compile`'s backend, mode, options, dynamic and fullgraph. Backend "fxamp"
-            converts the model, which must not be converted yet. With `{"mode": "reduce-overhead"}` on CUDA, gradients
-            are zeroed in place after a window, since Inductor's CUDA graphs have recorded their addresses, and one that
-            a window does not compute is zero, not None. `compiled` counts graphs, breaks, recompiles and
+            after the last backward as another; fused optimizers are not compiled. The first casts no weight: it reads
+            low copies, which are leaves of autograd, so that their gradients stay in 16 bits until the update reads
+            them. `compiled.leaves.reason` says why it does not, where that cannot be. The second writes the copies with
+            the weights; an edit of a weight through `.data` shows in nothing, and is not read. It may be the name of
+            another backend, or a mapping of `torch.compile`'s backend, mode, options, dynamic and fullgraph. Backend
+            "fxamp" converts the model, which must not be converted yet. With `{"mode": "reduce-overhead"}` on CUDA,
+            gradients are zeroed in place after a window, since Inductor's CUDA graphs have recorded their addresses,
+            and one that a window does not compute is zero, not None. `compiled` counts graphs, breaks, recompiles and
             uncompiled functions, and `compiled.counts` kernels, casts among them, and bytes.
         output: What a compiled step keeps of the model's output, detached: None for nothing; "low" for what was
             computed, in 16 bits where it was; "full" for the dtypes of the model itself. What is kept is stored, which
             large logits are worth only where something reads them. Uncompiled, `result.output` has the output.
+        update: "compiled" compiles fused optimizers too, in a compiled step: one graph reads gradients in 16 bits and
+            writes weights, states and low copies, 28 bytes a parameter of AdamW. Compiled, an optimizer may differ from
+            its eager self by a rounding, since it computes bias corrections in FP32 and not in Python.
         reduce: When FSDP2 reduces gradients over the ranks: in the backward of each "micro_batch", or once a "window",
             in that of its last one. Between the two each rank keeps gradients of the whole model, 4 bytes a parameter,
             which `describe` gives; such a window cannot end early. Where `set_requires_gradient_sync(False)` was called

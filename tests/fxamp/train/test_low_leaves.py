@@ -274,3 +274,21 @@ def test_an_update_that_is_asked_for_needs_a_compiled_step() -> None:
         step_of("SGD", compile=False, update="compiled")
     with pytest.raises(fxamp.PolicyError, match="update must be"):
         step_of("SGD", update="fused")
+
+
+def test_a_weight_that_moves_to_another_group_is_stepped_by_its_numbers() -> None:
+    def train(**settings: Any) -> list[Any]:
+        torch.manual_seed(0)
+        model = Tied()
+        first, *others = model.parameters()
+        groups: Any = [{"params": [first], "weight_decay": 0.5}, {"params": others, "weight_decay": 0.0}]
+        optimizer = SGD(groups, lr=0.1)
+        step = TrainStep(fxamp.convert(model, policy="O1,dtype=bf16"), loss_of, optimizer, **settings)
+        run(step, 2)
+        mine, theirs = optimizer.param_groups
+        mine["params"], theirs["params"] = theirs["params"][:1], [*theirs["params"][1:], *mine["params"]]
+        return run(step, 2, first=2)
+
+    a, b = train(compile={"backend": traces}), train()
+    for p, q in zip(a[1], b[1], strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=1e-6)
