@@ -69,7 +69,7 @@ ARROWS = {
     "fxamp.choose": (
         ".convert .diagnose .error .errors .measure .observe .results passes passes.contract passes.graph"
     ),
-    "fxamp.train.ranks": "._torch .view passes.contract",
+    "fxamp.train.ranks": "._torch .view passes.contract passes.graph",
     "fxamp.train": (
         "._torch .capture .census .diagnose .errors .measure .observe .ranges .train.ranks .view "
         "passes._torch passes.contract passes.graph"
