@@ -16,9 +16,9 @@ from ..errors import in_short
 from ..observe.snapshot import random_state, set_random_state
 from ..view.switch import switch_back, switch_views
 from .course import Course
-from .options import low_dtype_of
+from .options import choose_scaler, compile_anew, low_dtype_of
 from .scaler import require_scale
-from .window import parameters
+from .window import close_window, open_window, parameters, window_of
 
 if TYPE_CHECKING:
     from .step import TrainStep
@@ -30,8 +30,8 @@ MAY_DIFFER = ("policy", "max_grad_norm", "accumulate_steps")  # where it is allo
 
 def state_of(step: TrainStep) -> dict[str, Any]:
     """Return the state of a step, of plain values and tensors."""
-    step.refuse_torn()
-    window = step.opened or step.window_of()
+    step.course.refuse_torn()
+    window = step.opened or window_of(step)
     return {
         **course_of(step),
         "model": step.model.state_dict(),
@@ -106,7 +106,7 @@ def load_course(
         if step.undecided:
             step.pending = state["scaler"]
         elif state["settings"]["loss scaling"] == "undecided" and state["scaler"] == {}:
-            step.choose_scaler(low_dtype_of(step.model))
+            choose_scaler(step, low_dtype_of(step.model))
         else:
             step.scaler.load_state_dict(state["scaler"])
         for one in random:
@@ -116,8 +116,8 @@ def load_course(
                 switch_views(step.model, course.switches[-1][1] if course.plan is None else course.plan)
             else:
                 switch_back(step.model, step.policies)
-            step.compile_anew()
-    step.close_window()
+            compile_anew(step)
+    close_window(step)
     step.course = course
     step.loop.begin()
     step.loop.said.discard("ranks")  # compare again: other ranks may have loaded another state
@@ -171,7 +171,7 @@ def load(step: TrainStep, state: Mapping[str, Any], allow: Sequence[str] = ()) -
     for p in step.model.parameters():
         p.grad = None
     if state["position"]:
-        step.open_window(state["given_scale"]).load(state)
+        open_window(step, state["given_scale"]).load(state)
     for optimizer, gradients in zip(step.optimizers, state["gradients"], strict=True):
         for held, gradient in zip(parameters(optimizer), gradients, strict=True):
             held.grad = None if gradient is None else gradient.to(held.device, copy=True)
@@ -204,7 +204,7 @@ def _refuse_another_window(step: TrainStep, state: Mapping[str, Any]) -> None:
             'the state was saved within a window of on_overflow="skip_microbatch", which this version does not have: '
             "save it at the end of a window"
         )
-    window = step.window_of(state["given_scale"])
+    window = window_of(step, state["given_scale"])
     window.load(state)
     _ = window.share  # which reads the weights
 

@@ -63,6 +63,15 @@ class Course:
         self.skips_in_a_row = Tally(in_a_row=True)
         self.switches, self.plan = (*self.switches, (self.windows, policy)), plan
 
+    def refuse_torn(self) -> None:
+        """Raise PolicyError for what would go on from half a step."""
+        if self.torn:
+            raise PolicyError(
+                "the last window was left while its optimizers stepped, by an error or an interrupt, so that weights "
+                "and states of optimizers may be those of half a step: load a state, by step.load, step.load_state_dict"
+                " or fxamp.load_checkpoint"
+            )
+
     def tears(self) -> None:
         """Note that optimizers begin to step."""
         self.torn = True

@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +21,16 @@ from ..capture.graphs import is_compiled, plan_of
 from ..capture.parameters import require_fp32
 from ..errors import NotAModuleError
 from ..view.view import is_view, runner_of
-from .compiled_step import Output, require_output
+from .compiled_step import CompiledStep, Output, require_output
 from .compiled_update import Compiled
 from .compiler import CompileSettings, settings_of
 from .scaler import LossScaler, require_count, require_number, require_scale
 from .update import needs_closure
 from .weights import Mode
 from .window import LossFunction, parameters
+
+if TYPE_CHECKING:
+    from .step import TrainStep
 
 MEANT = {  # by arguments of other trainers
     **dict.fromkeys(("grad_clip", "clip_grad_norm", "gradient_clip_val", "max_norm", "clip"), "max_grad_norm="),
@@ -105,6 +108,11 @@ class Options:
         """Whether the optimizer evaluates the loss itself."""
         return needs_closure(self.optimizers[0])
 
+    def rates(self) -> tuple[float | Tensor, ...]:
+        """Return the learning rate of each group of parameters, as it is now."""
+        rates = (group["lr"] for o in self.optimizers for group in o.param_groups if "lr" in group)
+        return tuple(rate.clone() if isinstance(rate, Tensor) else rate for rate in rates)
+
     def saved(self) -> dict[str, Any]:
         """Return them as plain values, for a state; of what is none, as a loss or a scaler, its class.
 
@@ -113,6 +121,18 @@ class Options:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         values["compile"] = None if self.compile is None else self.compile.name
         return {name: _plain(value) for name, value in values.items()}
+
+
+def choose_scaler(step: TrainStep, low_dtype: torch.dtype | None) -> None:
+    """Have a step scale losses by what was asked for, for a model of some low dtype."""
+    step.scaler = scaler_of(step.options.scaler, low_dtype)
+    step.scaler.name_parameters(step.model.named_parameters())
+
+
+def compile_anew(step: TrainStep) -> None:
+    """Have a step compile model and loss, whose views may follow another policy than before."""
+    settings, kept, update = step.options.compile, step.options.output, step.options.update
+    step.compiled = None if settings is None else CompiledStep(settings, step.model, step.weights, kept, update)
 
 
 def _plain(value: Any) -> Any:

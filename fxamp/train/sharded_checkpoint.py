@@ -55,7 +55,7 @@ def save_checkpoint(step: TrainStep, folder: str | os.PathLike[str], *, group: A
     Example:
         >>> fxamp.save_checkpoint(step, "checkpoints/1")
     """
-    step.refuse_torn()
+    step.course.refuse_torn()
     if os.path.exists(os.path.join(os.fspath(folder), ".metadata")):
         raise PolicyError(f"'{os.fspath(folder)}' holds a checkpoint already: give each checkpoint a folder of its own")
     if step.position:

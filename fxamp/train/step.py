@@ -46,7 +46,7 @@ from .course import Course
 from .describe import reasons_to_wait
 from .files import naming, weights_in
 from .loop import Loop
-from .options import MEANT, Options, low_dtype_of, policies_asked, scaler_of
+from .options import MEANT, Options, choose_scaler, compile_anew, low_dtype_of, policies_asked
 from .ranks.ranks import Ranks, exchange
 from .ranks.refused import refuse_differences, refuse_unfit_model, refuse_unfit_ranks
 from .result import HostFlag, StepResult
@@ -59,11 +59,14 @@ from .window import (
     Mean,
     Weight,
     Window,
+    close_window,
     first_with_gradient,
     has_gradients,
     loss_of,
+    open_window,
     range_of,
     refuse_constant,
+    window_of,
 )
 
 
@@ -170,7 +173,18 @@ class TrainStep:
         ['accumulating', 'stepped', 'accumulating', 'stepped']
         >>> step.waits, step.converted_model is converted
         (('Python decides whether SGD steps, which fused=True leaves to the device',), True)
+        >>> step.windows, step.steps, step.skipped, step.switches, step.position, step.torn
+        (2, 2, 0, (), 0, False)
+        >>> step.accumulate_steps, step.max_grad_norm, step.max_skips, step.check_finite
+        (2, 1.0, 20, True)
+        >>> step.loss_fn is nn.functional.cross_entropy, step.optimizers[0] is optimizer, step.schedulers, step.averages
+        (True, True, (), ())
+        >>> step.undecided, step.in_place, step.closes
+        (False, False, False)
     """
+
+    scaler: LossScaler
+    compiled: CompiledStep | None
 
     @names_arguments("TrainStep", MEANT)
     def __init__(
@@ -208,7 +222,7 @@ class TrainStep:
         # A compiled model is converted at its first call; its low dtype is not known before.
         waits = scaler == "auto" and dtype is None and any(is_compiled(module) for module in self.model.modules())
         self.pending: Mapping[str, Any] | None = {} if waits else None
-        self.choose_scaler(dtype)
+        choose_scaler(self, dtype)
         self.course, self.policies = Course(), policies_in_force(self.model)  # as it was made; `switch` sets others
         self.opened: Window | None = None
         self.census = None if census is None else CallCensus(census)
@@ -219,17 +233,7 @@ class TrainStep:
         if mode == "auto" and options.compile is not None and self.ranks.replicated > 1:
             mode = "per_use"
         self.weights = WeightCasts(self.model, mode, options.accumulate_steps)
-        self.compile_anew()
-
-    def compile_anew(self) -> None:
-        """Compile model and loss, whose views may follow another policy than before."""
-        settings, kept, update = self.options.compile, self.options.output, self.options.update
-        self.compiled = None if settings is None else CompiledStep(settings, self.model, self.weights, kept, update)
-
-    def choose_scaler(self, low_dtype: torch.dtype | None) -> None:
-        """Scale losses by what was asked for, for a model of some low dtype."""
-        self.scaler = scaler_of(self.options.scaler, low_dtype)
-        self.scaler.name_parameters(self.model.named_parameters())
+        compile_anew(self)
 
     loss_fn = property(attrgetter("options.loss_fn"))
     optimizers = property(attrgetter("options.optimizers"))
@@ -270,15 +274,15 @@ class TrainStep:
         return self.compiled is not None and self.compiled.settings.captures
 
     def written(self) -> tuple[Any, ...]:
-        """Return the objects that a call writes, for whoever runs one and puts everything back afterwards."""
+        """Return the objects that a call writes, for whoever runs one and puts everything back afterwards.
+
+        Example:
+            >>> {step.model, *step.optimizers} <= {*step.written()}
+            True
+        """
         options = self.options
         own = (self, self.scaler, self.loop, self.course, *self.course.tallies, self.census)
         return (*own, self.model, options.loss_fn, *options.optimizers, *options.schedulers, *options.averages)
-
-    def rates(self) -> tuple[float | Tensor, ...]:
-        """Return the learning rate of each group of parameters, as it is now."""
-        rates = (group["lr"] for o in self.options.optimizers for group in o.param_groups if "lr" in group)
-        return tuple(rate.clone() if isinstance(rate, Tensor) else rate for rate in rates)
 
     def __repr__(self) -> str:
         """Name the model, and what a window is."""
@@ -343,7 +347,7 @@ class TrainStep:
 
     def _begin(self, scale: float | None) -> Window:
         """Open a window, if none is open, and make the checks of each micro-batch."""
-        window = self.open_window(scale)
+        window = open_window(self, scale)
         self._compare_ranks()
         self.loop.before_micro_batch(window.position)
         return window
@@ -399,9 +403,9 @@ class TrainStep:
         self._refuse_own_loss()
         if self.opened is None and self.weights.asked != "per_use":
             self.loop.say("forward", "a forward outside of `with step.window():` casts weights at each use")
-        self.refuse_torn()
+        self.course.refuse_torn()
         try:
-            window = self.open_window()
+            window = open_window(self)
             require_loss(loss)
             refuse_constant(loss, self.optimizers)
             self._backward(window, loss, weight, None)
@@ -429,7 +433,7 @@ class TrainStep:
         """
         window = self.opened
         if window is None or not window.position:
-            self.close_window()
+            close_window(self)
             raise PolicyError("there is no window to end: call step.backward(loss) first, once a window or more often")
         complete = window.position == window.size and window.exchanged
         if not complete:
@@ -452,14 +456,14 @@ class TrainStep:
             ('accumulating', 'stepped')
         """
         self._compare_ranks()
-        self.refuse_torn()
+        self.course.refuse_torn()
         if self.opened is not None:
             self._refuse_unreduced(self.opened)
         total = self.ranks.seen(self.position)
         if not total:
-            return self._result(self.opened or self.window_of(), Update({}))
+            return self._result(self.opened or window_of(self), Update({}))
         try:
-            window = self.open_window()
+            window = open_window(self)
             return self._finish(window, None, self._seen(window, total))
         except BaseException:
             self._abandon()
@@ -483,9 +487,9 @@ class TrainStep:
         """
         if self.position:
             raise PolicyError("a policy is switched between two windows: call flush() first, or wait for its end")
-        self.close_window()
+        close_window(self)
         policy = switch_views(self.model, policy_or_plan)
-        self.compile_anew()
+        compile_anew(self)
         self.course.switch(str(policy), policy_or_plan if isinstance(policy_or_plan, Plan) else None)
         self.loop.said.discard("ranks")
 
@@ -567,18 +571,9 @@ class TrainStep:
         self._cast_and_compile()
         self.scaler.name_parameters(self.model.named_parameters())
 
-    def refuse_torn(self) -> None:
-        """Raise PolicyError for what would go on from half a step."""
-        if self.course.torn:
-            raise PolicyError(
-                "the last window was left while its optimizers stepped, by an error or an interrupt, so that weights "
-                "and states of optimizers may be those of half a step: load a state, by step.load, step.load_state_dict"
-                " or fxamp.load_checkpoint"
-            )
-
     def _check_scale(self, scale: float | None) -> None:
         """Refuse a scale that no window could be opened with, or that the open one does not have."""
-        self.refuse_torn()
+        self.course.refuse_torn()
         if scale is None:
             return
         require_scale("scale", scale)
@@ -607,36 +602,14 @@ class TrainStep:
             refuse_differences(told, ranks.groups, self.model)
         self.loop.said.add("ranks")
 
-    def window_of(self, scale: float | None = None) -> Window:
-        """Return a window that is not open, with a scale of its own or that of the scaler."""
-        scaler = self.scaler if scale is None else LossScaler(init_scale=scale, dynamic=False)
-        return Window(scaler, scale, self.weights, self.ranks, self.accumulate_steps)
-
-    def open_window(self, scale: float | None = None) -> Window:
-        """Open a window with a scale of its own, or return the one that is open."""
-        if self.opened is None:
-            window = self.window_of(scale)
-            self.loop.before_window(scaled=self.undecided or window.scaler.is_enabled(), in_place=self.in_place)
-            self.opened = window
-        return self.opened
-
-    def close_window(self) -> None:
-        """Leave the window that is open, without a step, if one is; what was cut off can be repeated."""
-        if self.opened is not None:
-            self.opened.close()
-            if self.compiled is not None:
-                self.compiled.leaves.clear()
-            self.loop.after_window(in_place=self.in_place)
-            self.opened = None
-
     def _abandon(self) -> None:
         """Leave nothing of a window open, where an error or an interrupt ends a call."""
         position = self.position
         try:
             self.ranks.settle()
-            self.close_window()
+            close_window(self)
         finally:  # a signal may have ended the first
-            self.close_window()
+            close_window(self)
         if position:
             left = f"an error left a window after {position} of {self.accumulate_steps} micro-batches"
             self.loop.say("abandoned", f"{left}, whose gradients are gone: the next call begins a new window")
@@ -696,7 +669,7 @@ class TrainStep:
     def _decide(self, window: Window) -> None:
         """Choose the scaler that "auto" means, once the model is converted."""
         pending, self.pending = self.pending, None
-        self.choose_scaler(low_dtype_of(self.model))
+        choose_scaler(self, low_dtype_of(self.model))
         if pending:
             self.scaler.load_state_dict(dict(pending))
         if window.given_scale is None:
@@ -711,14 +684,14 @@ class TrainStep:
     def _finish(self, window: Window, output: Any, total: int | None = None) -> StepResult:
         """End a window; `total` is the number of micro-batches of all ranks, if they end it early."""
         caller = [(d, torch.get_autocast_dtype(d)) for d in DEVICES if torch.is_autocast_enabled(d)]
-        rates = self.rates()
+        rates = self.options.rates()
         with range_of("update"), no_autocast():
             update, mean = self._end(window, total, caller)
         self.course.windows += 1
         result = self._result(window, update, output, mean.kept, rates)
         error = self._count(window, update)
         self.course.torn = False
-        self.close_window()
+        close_window(self)
         if error is not None:
             raise with_overflow(error, self, window)
         return result
@@ -836,7 +809,7 @@ class TrainStep:
             window.scale,
             window.position if kept is None else kept,
             tuple(window.losses),
-            self.rates() if rates is None else rates,
+            self.options.rates() if rates is None else rates,
         )
 
 

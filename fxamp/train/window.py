@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,9 @@ from ..observe.workload import output_of
 from .ranks.ranks import Ranks, agree, exchange, exchanged, groups_of, local
 from .scaler import LossScaler, forget_step, scale_of
 from .weights import WeightCasts
+
+if TYPE_CHECKING:
+    from .step import TrainStep
 
 LossFunction = Callable[..., Tensor]
 Weight = float | Tensor
@@ -213,6 +216,31 @@ class Window:
         self.position, self.losses = state["position"], [tuple(each) for each in state.get("losses", ())]
         self._saved = 0.0 if "losses" in state else state.get("share", float(state["position"]))
         self.reference, self.weighted = state.get("reference", 1.0), state.get("weighted", False)
+
+
+def window_of(step: TrainStep, scale: float | None = None) -> Window:
+    """Return a window of a step that is not open, with a scale of its own or that of the scaler."""
+    scaler = step.scaler if scale is None else LossScaler(init_scale=scale, dynamic=False)
+    return Window(scaler, scale, step.weights, step.ranks, step.options.accumulate_steps)
+
+
+def open_window(step: TrainStep, scale: float | None = None) -> Window:
+    """Open a window of a step with a scale of its own, or return the one that is open."""
+    if step.opened is None:
+        window = window_of(step, scale)
+        step.loop.before_window(scaled=step.undecided or window.scaler.is_enabled(), in_place=step.in_place)
+        step.opened = window
+    return step.opened
+
+
+def close_window(step: TrainStep) -> None:
+    """Leave the window that is open, without a step, if one is; what was cut off can be repeated."""
+    if step.opened is not None:
+        step.opened.close()
+        if step.compiled is not None:
+            step.compiled.leaves.clear()
+        step.loop.after_window(in_place=step.in_place)
+        step.opened = None
 
 
 def _reference(weight: Weight, ranks: Ranks, device: torch.device) -> Weight:

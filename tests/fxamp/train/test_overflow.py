@@ -14,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fxamp
 from fxamp.train.step import TrainStep
+from fxamp.train.window import close_window
 from passes.contract.errors import PolicyError
 from tests.support.small import loss_of as loss_times
 from tests.support.small import weights_of as weights
@@ -207,7 +208,7 @@ def test_a_penalty_within_a_train_step_uses_its_scaler() -> None:
         x = X[0].clone().requires_grad_()
         step(x, x)
         grads.append([p.grad / scale for p in critic.parameters() if p.grad is not None])
-        step.close_window()
+        close_window(step)
     assert len(grads[0]) == 6
     assert all(map(torch.equal, *grads))
 

@@ -34,7 +34,7 @@ from fxamp.train import update as update_file
 from fxamp.train.loop import Loop
 from fxamp.train.scaler import LossScaler
 from fxamp.train.step import TrainStep
-from fxamp.train.window import Window
+from fxamp.train.window import Window, close_window
 from fxamp.view import copies as copies_file
 from fxamp.view.copies import Copies
 from fxamp.view.view import runner_of
@@ -249,7 +249,7 @@ def by_step(run: dict[str, Any], resumed: Callable[..., Any]) -> list[list[Tenso
     begun.train(0, STOP)
     with tempfile.TemporaryDirectory() as folder:
         begun.step.save(file := f"{folder}/step.pt")
-        begun.step.close_window()
+        close_window(begun.step)
         resumed(resume, run, file)
         return [*begun.out, *torch.load(file)]
 

@@ -22,6 +22,7 @@ import fxamp
 from fxamp.measure.counts import _Counter, step_counts
 from fxamp.train.step import TrainStep
 from fxamp.train.weights import WeightCasts
+from fxamp.train.window import close_window
 from fxamp.view import copies as copies_file
 from passes.contract.errors import CaptureError, PolicyError
 from reports.subjects import subject, unchanged
@@ -133,7 +134,7 @@ def _compare_weights(module: nn.Module, model: nn.Module, loss: Callable[[Any], 
             step(inputs)
         found.append(gradients(model))
         states.append([b.clone() for b in model.buffers()])
-        step.close_window()
+        close_window(step)
     assert found[0].keys() == found[1].keys()
     assert all(torch.equal(g, found[1][n]) for n, g in found[0].items())
     assert all(map(torch.equal, *states))
