@@ -43,10 +43,11 @@ from tests.support.helpers import Layers
 
 REPORTS = Path(__file__).resolve().parents[2] / "reports"
 MEGABYTE = 1e6
-# Casts, MB they move and MB saved for backward that the cut must not exceed.
+# Casts, MB they move and MB saved for backward that the cut must not exceed. At O2 a norm is apart from its gain, whose
+# backward reads one value more.
 AT_MOST = {
-    "bert": {"fxamp O1": (176, 560, 272), "fxamp O2": (146, 461, 267)},
-    "vit": {"fxamp O1": (143, 240, 88), "fxamp O2": (112, 161, 82)},
+    "bert": {"fxamp O1": (176, 560, 272), "fxamp O2": (146, 461, 276)},
+    "vit": {"fxamp O1": (143, 240, 88), "fxamp O2": (112, 161, 88)},
     "resnet": {"fxamp O1": (114, 285, 162), "fxamp O2": (113, 284, 162)},
     "gpt2": {"fxamp O1": (130, 531, 319), "fxamp O2": (108, 463, 312)},
 }
