@@ -24,6 +24,7 @@ from torch import nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._logging._internal import trace_structured
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
@@ -144,6 +145,20 @@ def norms_of(tensors: list[torch.Tensor], order: float = 2) -> list[torch.Tensor
     """Return the norm of each of some tensors, in FP32 of 16-bit ones, on an accelerator by few launches."""
     dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors), torch.float32)
     return list(torch._foreach_norm(tensors, order, dtype=dtype))
+
+
+@contextlib.contextmanager
+def traced_by(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield fake tensors of fixed sizes for some tensors; inside, a compiler finds their sizes, without which Inductor
+    caches nothing.
+    """
+    mode = torch._guards.detect_fake_mode(tensors)
+    fakes = list(tensors)
+    if mode is None:
+        mode = FakeTensorMode(shape_env=ShapeEnv())
+        fakes = [mode.from_tensor(tensor, static_shapes=True) for tensor in tensors]
+    with torch._guards.tracing(torch._guards.TracingContext(mode)):
+        yield fakes
 
 
 @contextlib.contextmanager

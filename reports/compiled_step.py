@@ -64,8 +64,8 @@ SIZE = (256, 4, 4, 64)  # width, layers, batch, tokens
 BATCHES = {"BERT-base": 32, "GPT-2": 8, "Llama 0.5B": 8, "ViT-B": 64}  # of models on a GPU
 # By name: the variant, and the micro-batches of a window. Of both lengths autocast is the base.
 GPU_VARIANTS = {
-    AUTOCAST: (AUTOCAST, 1), "fxamp O1": ("fxamp O1", 1), COMPILED: (COMPILED, 1), "fxamp O2": ("fxamp O2", 1),
-    ALL_LOW: (ALL_LOW, 1), f"{AUTOCAST}, windows of 4": (AUTOCAST, 4),
+    AUTOCAST: (AUTOCAST, 1), "fxamp O1": ("fxamp O1", 1), COMPILED: (COMPILED, 1), ALL_LOW: (ALL_LOW, 1),
+    f"{AUTOCAST}, windows of 4": (AUTOCAST, 4),
     "fxamp O1, windows of 4": ("fxamp O1", 4), f"{COMPILED}, windows of 4": (COMPILED, 4),
 }  # fmt: skip
 Inputs = dict[str, Tensor]

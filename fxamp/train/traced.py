@@ -6,6 +6,7 @@ key when a graph can be used again.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from passes.graph.values import no_autocast
 
-from .._torch import as_if_compiling
+from .._torch import as_if_compiling, traced_by
 from .compiler import CompileSettings, way_out
 from .kernels import Kernels
 
@@ -69,23 +70,24 @@ class Traced:
             raise NotTraced(self._give_up(f"it had {MOST_FORMS} forms: gradients of other weights, dtypes or numbers"))
         if self._graphs:
             self.recompiles.append("gradients of other weights, dtypes or numbers")
-        with torch.no_grad(), no_autocast():
-            for function in ways:
+        for function in ways:
+            with torch.no_grad(), no_autocast(), traced_by(inputs) as fakes:
                 try:
                     with as_if_compiling():
-                        graph = make_fx(function, tracing_mode="fake")(*inputs)
+                        graph = make_fx(function)(*fakes)
                 except Exception as error:
                     raise NotTraced(self._give_up(f"{type(error).__name__}: {error}".splitlines()[0])) from error
-                if not graph.graph.find_nodes(op="call_function", target=torch.ops.aten._local_scalar_dense.default):
-                    break
-            else:
-                raise NotTraced(self._give_up("a tensor is read as a number, which a graph would keep as it is"))
-            try:
-                run = self.kernels.compile(lambda: self.settings.run()(graph, inputs))
-            except Exception as error:
-                if hasattr(error, "add_note"):  # from Python 3.11 on
-                    error.add_note(way_out(self.settings.name, self.name, str(error)))
-                raise
+                if graph.graph.find_nodes(op="call_function", target=torch.ops.aten._local_scalar_dense.default):
+                    continue
+                try:
+                    run = self.kernels.compile(functools.partial(self.settings.run(), graph, fakes))
+                except Exception as error:
+                    if hasattr(error, "add_note"):  # from Python 3.11 on
+                        error.add_note(way_out(self.settings.name, self.name, str(error)))
+                    raise
+            break
+        else:
+            raise NotTraced(self._give_up("a tensor is read as a number, which a graph would keep as it is"))
         self.frames += 1
         return run
 
