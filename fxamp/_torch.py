@@ -149,9 +149,7 @@ def norms_of(tensors: list[torch.Tensor], order: float = 2) -> list[torch.Tensor
 
 @contextlib.contextmanager
 def traced_by(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield fake tensors of fixed sizes for some tensors; inside, a compiler finds their sizes, without which Inductor
-    caches nothing.
-    """
+    """Yield fake tensors of fixed sizes for some tensors; inside, Inductor finds their mode, to cache what it makes."""
     mode = torch._guards.detect_fake_mode(tensors)
     fakes = list(tensors)
     if mode is None:
