@@ -35,6 +35,7 @@ pop_mode, push_mode = torch.utils._python_dispatch._pop_mode, torch.utils._pytho
 BatchNorm = torch.nn.modules.batchnorm._BatchNorm
 flat_by = torch.fx._pytree.tree_flatten_spec  # `Graph.process_inputs` takes no keyword arguments
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph  # inside a backward: another one may run through it
+add_together = torch._foreach_add_  # adds tensors to others in place
 copy_together = torch._foreach_copy_  # copies many tensors, on an accelerator by one launch; the dtypes may differ
 current_autograd_node = torch._C._current_autograd_node  # that is running in this thread; None outside of backward
 current_backward = torch._C._current_graph_task_id  # the number of the backward that is running, -1 outside of all
@@ -139,6 +140,11 @@ def global_optimizer_hooks(besides: Callable[..., Any]) -> bool:
     module: Any = importlib.import_module("torch.optim.optimizer")
     hooks = (*module._global_optimizer_pre_hooks.values(), *module._global_optimizer_post_hooks.values())
     return any(getattr(hook, "func", None) is not besides for hook in hooks)
+
+
+def has_gradient_hook(parameter: nn.Parameter) -> bool:
+    """Say whether somebody looks at the gradient of a parameter when it arrives."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def norms_of(tensors: list[torch.Tensor], order: float = 2) -> list[torch.Tensor]:

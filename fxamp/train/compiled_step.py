@@ -12,7 +12,7 @@ whose gradients stay in 16 bits until the second graph reads them. Where that ca
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -25,11 +25,11 @@ from passes.contract.errors import PolicyError
 from passes.graph.notes import is_inserted
 from passes.graph.values import LOW_DTYPES, dtypes_of, no_autocast
 
-from .._torch import is_sharded, registrations
+from .._torch import has_gradient_hook, is_sharded, registrations
 from ..capture.graph import Graph, copied
 from ..observe import workload
 from ..observe.watch import Part, observed
-from ..view.copies import Copies, Lifted, lift, lifted_inputs
+from ..view.copies import Lifted, lift, lifted_inputs
 from ..view.hooks import HookWatch
 from ..view.leaves import Leaves
 from ..view.runner import Runner
@@ -159,7 +159,7 @@ class CompiledStep:
             return "no view is traced into the graph"
         if self._registered != (now := registrations()):
             self._registered, self._named = now, list(self._model.named_parameters())
-        hooked = (name for name, p in self._named if p._backward_hooks or p._post_accumulate_grad_hooks)
+        hooked = (name for name, p in self._named if has_gradient_hook(p))
         return next((f"'{name}' has a hook on its gradient" for name in hooked), "")
 
     def after_backward(self, last: bool) -> None:
@@ -219,16 +219,16 @@ class CompiledStep:
 
         def call(*args: Any) -> Any:
             with no_autocast(devices):  # after a break inside a view, Python is in its region
-                low = lifted_inputs(lifted, self._copies, args, whole=True)
+                low = self._low(lifted, args)
                 return observed(planned, emitted, by, made, (*args, *low), again)
 
         return call
 
-    def _copies(self) -> Leaves | Copies | None:
-        """Return the low copies that a graph reads; None if it casts weights for this call."""
+    def _low(self, lifted: Sequence[Lifted], args: Sequence[Any]) -> list[Tensor]:
+        """Return the low copies that a graph reads."""
         if not self.leaves.reason:
-            return self.leaves
-        return self._weights.copies if self._weights.is_open else None
+            return self.leaves.all_of(lifted, args)
+        return lifted_inputs(lifted, lambda: self._weights.copies if self._weights.is_open else None, args, whole=True)
 
 
 def _without(part: Part, lifted: GraphModule) -> Part:

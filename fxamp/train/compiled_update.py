@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._torch import global_optimizer_hooks
+from .._torch import add_together, global_optimizer_hooks
 from ..view.leaves import Leaves, stepped_outside
 from .compiler import CompileSettings
 from .ranks.ranks import total_norm
@@ -151,7 +151,7 @@ class CompiledUpdate:
                 raise NotTraced
             self.region(form, [added], [*to, *gradients])
         except NotTraced:
-            torch._foreach_add_(to, gradients)
+            add_together(to, gradients)
 
     def _step(self, index: int, work: _Work, factors: Sequence[Tensor], held: Tensor | None) -> None:
         rates = [self._rate(index, group, g) for group, g in enumerate(work.optimizer.param_groups) if "lr" in g]

@@ -14,7 +14,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -334,16 +334,6 @@ class Opened:
         self._open = tuple(each for each in self._open if each() not in (None, copies))
 
 
-class Low(Protocol):
-    """What graphs read low copies of weights from."""
-
-    def of(self, master: Tensor, dtype: torch.dtype, flagged: bool = False, grad: bool = True) -> Tensor:
-        """Return the copy of a weight, as `Copies.of` does."""
-
-    def all_of(self, lifted: Iterable[Lifted], args: Sequence[Any]) -> list[Tensor]:
-        """Return the copies that a graph reads, each as `of` returns it."""
-
-
 class Lifted(NamedTuple):
     """A cast of a parameter that is an input of the graph: which input the parameter is, and as `Copies.of` has it.
 
@@ -493,7 +483,7 @@ def casts_inside(gm: GraphModule, names: Mapping[int, str]) -> Iterator[tuple[st
 
 
 def lifted_inputs(
-    lifted: Sequence[Lifted], opened: Callable[[], Low | None], args: Sequence[Any], *, whole: bool = False
+    lifted: Sequence[Lifted], opened: Callable[[], Copies | None], args: Sequence[Any], *, whole: bool = False
 ) -> list[Tensor]:
     """Return the casts that were lifted out of a graph, for the inputs of a call of it; a `whole` one runs alone.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from .._torch import copy_together, mark_static_address
+from .._torch import add_together, copy_together, mark_static_address
 from .copies import Lifted, contents_of
 
 Add = Callable[[list[Tensor], list[Tensor]], None]
@@ -67,7 +67,7 @@ class Leaves:
 
     def __init__(self) -> None:
         self.reason = ""
-        self._leaves: dict[tuple[int, torch.dtype], _Leaf] = {}
+        self._leaves: dict[tuple[int, torch.dtype, int], _Leaf] = {}  # by weight, dtype and number
         hook = register_optimizer_step_post_hook(functools.partial(stepped_outside, weakref.ref(self)))
         weakref.finalize(self, hook.remove)
 
@@ -77,25 +77,28 @@ class Leaves:
         if reason:
             self._leaves.clear()
 
-    def of(self, master: Tensor, dtype: torch.dtype, flagged: bool = False, grad: bool = True) -> Tensor:
-        """Return the copy of a weight, as `Copies.of` does."""
-        leaf = self._leaves.get((id(master), dtype))
+    def all_of(self, lifted: Iterable[Lifted], args: Sequence[Any]) -> list[Tensor]:
+        """Return the copies that a graph reads: where casts share no gradient, as without a cache, a copy each."""
+        numbers, copies = Counter[tuple[int, torch.dtype]](), list[Tensor]()
+        for place, dtype, _, _, shared in lifted:
+            numbers[id(args[place]), dtype] += not shared
+            copies.append(self._of(args[place], dtype, 0 if shared else numbers[id(args[place]), dtype]))
+        return copies
+
+    def _of(self, master: Tensor, dtype: torch.dtype, number: int) -> Tensor:
+        leaf = self._leaves.get((id(master), dtype, number))
         if leaf is None or not leaf.fits(master):
-            leaf = self._leaves[id(master), dtype] = _Leaf(master, dtype)
+            leaf = self._leaves[id(master), dtype, number] = _Leaf(master, dtype)
         elif leaf.contents != contents_of(master):
             self._cast_together()
         leaf.read = True
         return leaf.low
 
-    def all_of(self, lifted: Iterable[Lifted], args: Sequence[Any]) -> list[Tensor]:
-        """Return the copies that a graph reads."""
-        return [self.of(args[place], dtype) for place, dtype, *_ in lifted]
-
     def of_masters(self, masters: Iterable[Tensor]) -> list[list[Tensor]]:
         """Return the copies of some weights, which are of several dtypes where views have several."""
         copies: dict[int, list[Tensor]] = defaultdict(list)
-        for (number, _), leaf in self._leaves.items():
-            copies[number].append(leaf.low)
+        for (weight, *_), leaf in self._leaves.items():
+            copies[weight].append(leaf.low)
         return [copies.get(id(master), []) for master in masters]
 
     def set_aside(self) -> None:
@@ -127,7 +130,7 @@ class Leaves:
             if first:
                 copy_together([to for to, _ in first], [gradient for _, gradient in first])
             if more:
-                (add or torch._foreach_add_)([to for to, _ in more], [gradient for _, gradient in more])
+                (add or add_together)([to for to, _ in more], [gradient for _, gradient in more])
             for leaf in aside:
                 assert leaf.total is not None
                 leaf.master.grad = leaf.total if leaf.master.grad is None else leaf.total.add_(leaf.master.grad)

@@ -17,7 +17,7 @@ import math
 import random
 import signal
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -98,6 +98,14 @@ def optimizers_of(model: Net, run: dict[str, Any]) -> list[Optimizer]:
 
 def schedulers_of(optimizers: list[Optimizer], run: dict[str, Any]) -> list[Any]:
     return [] if run["scheduler"] is None else [SCHEDULERS[run["scheduler"]](o) for o in optimizers]
+
+
+@pytest.fixture(autouse=True)
+def _interruptible() -> Iterator[None]:
+    """Let SIGINT raise KeyboardInterrupt, which it does not in a process that a shell runs in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def parts(run: dict[str, Any]) -> tuple[Net, list[Optimizer], list[Any], AveragedModel | None]:

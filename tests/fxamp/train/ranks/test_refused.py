@@ -67,7 +67,7 @@ SCALERS: list[dict[str, Any]] = [{"scaler": fxamp.LossScaler(init_scale=2.0**k)}
         ([BF16, BF16], [{"check_finite": False}, {}], "check_finite is False on rank 0, True on rank 1"),
         ([BF16, BF16], [{}, {"max_grad_norm": 1.0}], "max_grad_norm is None on rank 0, 1.0 on rank 1"),
     ],
-    ids=["policy", "scale", "scaling", "accumulation", "clipping"],
+    ids=["policy", "scale", "scaling", "accumulation", "skips", "checks", "clipping"],
 )
 def test_ranks_that_were_told_different_things(
     two: Workers, policies: list[str], settings: list[dict[str, Any]], match: str
