@@ -78,7 +78,8 @@ class FakeGpu(FakeTensorMode):
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any, made: list[Tensor]) -> None:
         name = func._opname
-        read = list(_on_gpu((args, kwargs)))
+        copies = name in ("copy_", "_foreach_copy_")  # into what they do not read
+        read = list(_on_gpu((args[1:] if copies else args, kwargs)))
         views = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
         if views or func.namespace != "aten" or not (read or made) or "empty" in name:
             return
