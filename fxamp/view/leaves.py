@@ -34,13 +34,14 @@ class _Leaf:
         contents: what the weight was when it was cast, as far as it can be told; None if it was stepped since.
         read: a graph has read it since the window opened.
         both: the weight gets a gradient of its own too, since something reads it in FP32.
+        sums: before backward the weight has a gradient, of earlier micro-batches.
         total: its gradient of earlier micro-batches then, since autograd adds up the two of each micro-batch first.
     """
 
-    __slots__ = ("both", "contents", "low", "master", "read", "total")
+    __slots__ = ("both", "contents", "low", "master", "read", "sums", "total")
 
     def __init__(self, master: Tensor, dtype: torch.dtype) -> None:
-        self.master, self.read, self.both = master, True, False
+        self.master, self.read, self.both, self.sums = master, True, False, False
         self.total: Tensor | None = None
         self.low = master.detach().to(dtype, copy=True).requires_grad_(master.requires_grad)
         self.contents: Any = contents_of(master)
@@ -106,6 +107,7 @@ class Leaves:
         for leaf in self._leaves.values():
             if leaf.both and leaf.total is None:
                 leaf.total, leaf.master.grad = leaf.master.grad, None
+            leaf.sums = leaf.master.grad is not None
 
     def arrive(self, add: Add | None = None, *, where_both: bool = False) -> None:
         """Move gradients to the weights, in their dtype; with `where_both`, to those that have one already.
@@ -122,7 +124,7 @@ class Leaves:
                 leaf.master.grad = torch.empty_like(gradient, dtype=leaf.master.dtype)
                 first.append((leaf.master.grad, gradient))
             else:
-                leaf.both = True
+                leaf.both = leaf.both or not leaf.sums
                 more.append((leaf.master.grad, gradient))
             leaf.low.grad = None
         aside = [] if where_both else [leaf for leaf in self._leaves.values() if leaf.total is not None]

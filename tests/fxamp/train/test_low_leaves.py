@@ -292,3 +292,17 @@ def test_a_weight_that_moves_to_another_group_is_stepped_by_its_numbers() -> Non
     a, b = train(compile={"backend": traces}), train()
     for p, q in zip(a[1], b[1], strict=True):
         torch.testing.assert_close(p, q, rtol=0, atol=1e-6)
+
+
+def test_gradients_of_a_window_are_added_up_where_they_are() -> None:
+    step = step_of("AdamW, foreach", accumulate_steps=3)
+    run(step, 3)
+    both = {
+        leaf.master is step.model.get_parameter("words.weight")
+        for leaf in leaves_of(step)._leaves.values()
+        if leaf.both
+    }
+    assert both == {True}  # the tied weight alone has two gradients a micro-batch
+    of = [[str(n.target) for n in gm.graph.nodes if n.op == "call_function"] for gm in GRAPHS]
+    adds = sorted(len(ops) for ops in of if set(ops) == {"aten.add_.Tensor"})
+    assert adds == [1, 5]  # of the first micro-batch, and of later ones
