@@ -348,6 +348,8 @@ def to_markdown(found: dict[str, Any]) -> str:
         "Peak is the peak memory of a window, without weights and optimizer state. Made by "
         "`python reports/compiled_step.py`.\n"
     )
+    if not found["windows"]:
+        text = "# Training steps compiled by Inductor, beside compiled autocast\n"
     for window, rows in found["windows"].items():
         counted = [Row(row["variant"], PerBatch(**row["counts"])) for row in rows]
         text += f"\n## {_LENGTH[window]}\n\n{table(counted)}\n"

@@ -380,6 +380,8 @@ def test_the_readme_says_what_a_compiled_step_moves_as_the_report_does() -> None
     assert list(models) == ["BERT-base"]
     fused, compiled = (share("BERT-base", f"fxamp O1{how}", "torch.autocast") for how in ("", ", compiled update"))
     assert f"moves {fused:.2f} of autocast's bytes with torch's fused AdamW, and {compiled:.2f} with" in readme
+    total = {v: sum(r[part]["kernels"] for part in r if part != "peak") for v, r in models["BERT-base"]["rows"].items()}
+    assert f"has {total['fxamp O1'] / total['torch.autocast']:.2f} of the kernels" in readme
     rows = models["BERT-base"]["rows"]["fxamp O1"]
     assert "graph of a compiled `TrainStep` casts nothing" in readme
     assert rows["forward"]["cast_kernels"] == rows["backward"]["cast_kernels"] == 0
