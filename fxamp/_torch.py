@@ -150,7 +150,7 @@ def has_gradient_hook(parameter: nn.Parameter) -> bool:
 def norms_of(tensors: list[torch.Tensor], order: float = 2) -> list[torch.Tensor]:
     """Return the norm of each of some tensors, in FP32 of 16-bit ones, on an accelerator by few launches."""
     dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors), torch.float32)
-    return list(torch._foreach_norm(tensors, order, dtype=dtype))
+    return list(torch._foreach_norm(tensors, order, dtype=dtype)) if tensors else []
 
 
 @contextlib.contextmanager

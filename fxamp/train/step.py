@@ -144,7 +144,7 @@ class TrainStep:
             computed, in 16 bits where it was; "full" for the dtypes of the model itself. What is kept is stored, which
             large logits are worth only where something reads them. Uncompiled, `result.output` has the output.
         update: "compiled" compiles fused optimizers too, in a compiled step: one graph reads gradients in 16 bits and
-            writes weights, states and low copies, 28 bytes a parameter of AdamW. Compiled, an optimizer may differ from
+            writes weights, states and low copies. Compiled, an optimizer may differ from
             its eager self by a rounding, since it computes bias corrections in FP32 and not in Python.
         reduce: When FSDP2 reduces gradients over the ranks: in the backward of each "micro_batch", or once a "window",
             in that of its last one. Between the two each rank keeps gradients of the whole model, 4 bytes a parameter,

@@ -73,12 +73,14 @@ def has_gradients(optimizer: Optimizer) -> bool:
 def holds_inf_or_nan(tensors: list[Tensor]) -> Tensor:
     """Return 1.0 on the device if any number is not finite, on any rank that has a part of them, else 0.0."""
     parts = [part.detach() for part in map(local, tensors) if part.numel()]
+    parts = [part.coalesce().values() if part.is_sparse else part for part in parts]
+    parts = [part for part in parts if part.numel()]
     parts = [torch.view_as_real(part.resolve_conj()) if part.is_complex() else part for part in parts]
-    if parts and all(part.device.type == "cpu" and not part.is_sparse for part in parts):
+    if parts and all(part.device.type == "cpu" for part in parts):
         # On a CPU this takes a thirtieth of the time of the norms.
         bounds = torch.stack([bound.double() for part in parts for bound in part.aminmax()])
     else:
-        bounds = torch.stack([bound.to(parts[0].device) for bound in norms_of(parts, math.inf)])
+        bounds = torch.stack([bound.to(parts[0].device) for bound in norms_of(parts, math.inf)] or [torch.zeros(())])
     found = (~bounds.isfinite().all()).float()
     return agree(found, groups_of(tensors))
 

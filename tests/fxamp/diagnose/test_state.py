@@ -129,8 +129,8 @@ PLACES = {
     "loss": in_the_loss, "backward": in_backward,
     "optimizer": at(lambda s: s.optimizers[0], "step"), "scheduler": at(lambda s: s.schedulers[0], "step"),
     "average": at(lambda s: s.averages[0], "update_parameters"), "unscale": at(lambda s: type(s.scaler), "unscale_"),
-    "update": at(lambda s: update, "update_scale"), "count": at(type, "_count"), "clear": at(lambda s: s.loop, "_clear"),
-    "result": at(type, "_result"), "finish": at(type, "_finish"),
+    "update": at(lambda s: update, "update_scale"), "count": at(type, "_count"),
+    "clear": at(lambda s: s.loop, "_clear"), "result": at(type, "_result"), "finish": at(type, "_finish"),
 }  # fmt: skip
 
 

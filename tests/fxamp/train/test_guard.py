@@ -13,6 +13,8 @@ from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import AveragedModel
 
 import fxamp
+from fxamp.train.step import TrainStep
+from fxamp.train.window import holds_inf_or_nan
 from tests.support.training import converted, equal, loss_times
 
 BF16 = "O1,dtype=bf16"
@@ -145,3 +147,20 @@ def test_rates_are_those_of_the_window_also_where_they_are_tensors() -> None:
     optimizer = AdamW(model.parameters(), lr=torch.tensor(1e-3), foreach=False)
     step = fxamp.TrainStep(model, loss_times, optimizer, scheduler=StepLR(optimizer, 1, 0.1))
     assert [step(X[0]).metrics()["lr"] for _ in range(2)] == [pytest.approx(1e-3), pytest.approx(1e-4)]
+
+
+def test_sparse_gradients_are_looked_at() -> None:
+    torch.manual_seed(0)
+    words = nn.Embedding(8, 4, sparse=True)
+    step = TrainStep(words, lambda out, factor: out.sum() * factor, torch.optim.SparseAdam(words.parameters(), lr=0.1))
+    before = words.weight.detach().clone()
+    ids = torch.tensor([1, 1, 3])
+    assert step(ids, torch.tensor(float("nan"))).skipped
+    assert torch.equal(words.weight, before)
+    assert step(ids, torch.tensor(1.0)).stepped
+    assert not torch.equal(words.weight, before)
+
+
+def test_ranks_without_gradients_of_their_own_look_at_none() -> None:
+    assert not holds_inf_or_nan([])
+    assert not holds_inf_or_nan([torch.zeros(0)])
