@@ -157,8 +157,6 @@ class TrainStep:
         compiled: Counts of the compiled graphs; None if nothing is compiled.
         ranks: The ranks that share the step; with a single process it holds no groups of ranks.
         windows: How many windows were finished.
-        steps: How many of them ended with a step.
-        skipped: How many of them ended with a skipped step of an optimizer.
         switches: The policies that `switch` has set, each with the number of windows before it.
 
     Raises:
@@ -235,18 +233,18 @@ class TrainStep:
         self.weights = WeightCasts(self.model, mode, options.accumulate_steps)
         compile_anew(self)
 
-    loss_fn = property(attrgetter("options.loss_fn"))
-    optimizers = property(attrgetter("options.optimizers"))
-    schedulers = property(attrgetter("options.schedulers"))
-    averages = property(attrgetter("options.averages"))
-    accumulate_steps = property(attrgetter("options.accumulate_steps"))
-    max_grad_norm = property(attrgetter("options.max_grad_norm"))
-    max_skips = property(attrgetter("options.max_skips"))
-    check_finite = property(attrgetter("options.check_finite"))
-    windows = property(attrgetter("course.windows"))
-    switches = property(attrgetter("course.switches"))
-    torn = property(attrgetter("course.torn"))
-    closes = property(attrgetter("options.closes"))
+    loss_fn = property(attrgetter("options.loss_fn"), doc="")
+    optimizers = property(attrgetter("options.optimizers"), doc="")
+    schedulers = property(attrgetter("options.schedulers"), doc="")
+    averages = property(attrgetter("options.averages"), doc="")
+    accumulate_steps = property(attrgetter("options.accumulate_steps"), doc="")
+    max_grad_norm = property(attrgetter("options.max_grad_norm"), doc="")
+    max_skips = property(attrgetter("options.max_skips"), doc="")
+    check_finite = property(attrgetter("options.check_finite"), doc="")
+    windows = property(attrgetter("course.windows"), doc="")
+    switches = property(attrgetter("course.switches"), doc="")
+    torn = property(attrgetter("course.torn"), doc="")
+    closes = property(attrgetter("options.closes"), doc="")
 
     @property
     def undecided(self) -> bool:
