@@ -155,7 +155,8 @@ def _instance_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def _batch_norm(x: Tensor, training: bool) -> Tensor:
-    return _batch_norm_with(x, *_affine(8, x), training)
+    weight, bias = _affine(8, x)
+    return _batch_norm_with(x, weight, bias, training)
 
 
 def _batch_norm_with(x: Tensor, weight: Tensor, bias: Tensor, training: bool) -> Tensor:
