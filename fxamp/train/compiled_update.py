@@ -112,19 +112,19 @@ class CompiledUpdate:
             self._leaves.arrive(where_both=True)  # the norm is that of sums
         work = [_Work.of(o, self._stepped(o), self._leaves) for o in end.optimizers]
         founds, norm, factors = _look(end, work)
+        stepping = [(each, found) for each, found in zip(work, founds, strict=True) if found is not True]
+        try:
+            steps = [self._step(i, each, factors, found) for i, (each, found) in enumerate(stepping)]
+        except NotTraced as reason:
+            self.eager = str(reason)
+            return self._as_it_is(end)
         end.begins()
-        held_back: dict[Optimizer, HeldBack] = {}
-        for index, (each, found) in enumerate(zip(work, founds, strict=True)):
-            if found is not True:
-                flag = found if isinstance(found, Tensor) else None
-                try:
-                    self._step(index, each, factors, flag)
-                except NotTraced as reason:
-                    if index:  # others have stepped
-                        raise
-                    self.eager = str(reason)
-                    return self._as_it_is(end)
-            held_back[each.optimizer] = False if found is None else found
+        for step, (each, _) in zip(steps, stepping, strict=True):
+            step()
+            self._leaves.note_written(each.params)
+        held_back: dict[Optimizer, HeldBack] = {
+            each.optimizer: False if found is None else found for each, found in zip(work, founds, strict=True)
+        }
         if any(held is True for held in held_back.values()):
             self._leaves.arrive()  # for who names the gradient
         for optimizer, held in held_back.items():
@@ -149,21 +149,23 @@ class CompiledUpdate:
         try:
             if not self.region.settings.fuses or self.region.fallbacks:
                 raise NotTraced
-            self.region(form, [added], [*to, *gradients])
+            self.region.graph_of(form, [added], [*to, *gradients])()
         except NotTraced:
             add_together(to, gradients)
 
-    def _step(self, index: int, work: _Work, factors: Sequence[Tensor], held: Tensor | None) -> None:
+    def _step(
+        self, index: int, work: _Work, factors: Sequence[Tensor], held: bool | Tensor | None
+    ) -> Callable[[], object]:
+        """Return what steps an optimizer, unless a flag on the device holds it back."""
         rates = [self._rate(index, group, g) for group, g in enumerate(work.optimizer.param_groups) if "lr" in g]
         inputs = _Inputs(
             work.params, work.full, work.low, work.copies, work.states(), rates, list(factors),
-            [] if held is None else [held],
+            [held] if isinstance(held, Tensor) else [],
         )  # fmt: skip
         form = (index, work.form, tuple(map(len, inputs)), _constants_of(work.optimizer))
         lengths = [len(each) for each in inputs]
         ways = [_Step(work, lengths, together) for together in (False, True)]
-        self.region(form, ways, [t for each in inputs for t in each])
-        self._leaves.note_written(work.params)
+        return self.region.graph_of(form, ways, [t for each in inputs for t in each])
 
     def _rate(self, optimizer: int, index: int, group: dict[str, Any]) -> Tensor:
         """Return the learning rate of a group as a tensor, with which `foreach` takes only capturable optimizers."""
@@ -250,7 +252,7 @@ class _Work:
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    return id(tensor), tensor.dtype, tensor.shape, tensor.device
+    return id(tensor), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
 
 def _constants_of(optimizer: Optimizer) -> tuple[Any, ...]:

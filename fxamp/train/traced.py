@@ -50,10 +50,12 @@ class Traced:
         self.kernels = Kernels(settings.backend == "inductor")
         self._graphs: dict[Hashable, Callable[..., Any]] = {}
 
-    def __call__(self, form: Hashable, ways: Sequence[Callable[..., Any]], inputs: Sequence[Tensor]) -> Any:
-        """Call a function, by the graph that was traced of it for this form, or by one that is traced now.
+    def graph_of(
+        self, form: Hashable, ways: Sequence[Callable[..., Any]], inputs: Sequence[Tensor]
+    ) -> Callable[[], object]:
+        """Return what calls a function by the graph that was traced of it for this form, or by one that is traced now.
 
-        Of several `ways` to write it, it is the first that can be traced.
+        Of several `ways` to write it, it is the first that can be traced. Nothing of it has run.
 
         Raises:
             NotTraced: None can be traced, or there were too many forms.
@@ -62,8 +64,7 @@ class Traced:
         run = self._graphs.get(form)
         if run is None:
             run = self._graphs[form] = self._compile(ways, plain)
-        with torch.no_grad():
-            return run(*plain)
+        return functools.partial(torch.no_grad()(run), *plain)
 
     def _compile(self, ways: Sequence[Callable[..., Any]], inputs: list[Tensor]) -> Callable[..., Any]:
         if len(self._graphs) >= MOST_FORMS:

@@ -114,14 +114,20 @@ def test_clipped_steps_differ_by_the_rounding_of_their_norm() -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=1e-7)
 
 
+def _casts_of_weights(gm: GraphModule) -> list[Any]:
+    inputs = set(gm.graph.find_nodes(op="placeholder"))
+    return [n for n in gm.graph.nodes if n.op != "placeholder" and torch.bfloat16 in n.args and n.args[0] in inputs]
+
+
 def test_graphs_of_a_step_cast_no_weight_and_no_gradient() -> None:
     step = step_of("AdamW, fused", update="compiled")
     run(step, 3)
     loss, update = GRAPHS
+    run(step_of("AdamW, fused", weights="per_use"), 1)
+    assert len(_casts_of_weights(GRAPHS[-1])) == 5
     assert step.compiled is not None
     assert step.compiled.update.eager == ""
-    casts = [n for n in loss.graph.nodes if n.target in (torch.Tensor.to, "to") and n.args[0].op == "placeholder"]
-    assert not casts
+    assert not _casts_of_weights(loss)
     ops = Counter(str(n.target) for n in update.graph.nodes if n.op == "call_function")
     low = 5
     assert ops["aten._to_copy.default"] == low  # a gradient each, where the kernel reads it
@@ -306,3 +312,27 @@ def test_gradients_of_a_window_are_added_up_where_they_are() -> None:
     of = [[str(n.target) for n in gm.graph.nodes if n.op == "call_function"] for gm in GRAPHS]
     adds = sorted(len(ops) for ops in of if set(ops) == {"aten.add_.Tensor"})
     assert adds == [1, 5]  # of the first micro-batch, and of later ones
+
+
+def test_no_optimizer_has_stepped_where_another_cannot_be_traced() -> None:
+    def train(**settings: Any) -> tuple[list[Any], TrainStep]:
+        torch.manual_seed(0)
+        model = Tied()
+        first, *others = model.parameters()
+        optimizers = [SGD([first], lr=0.1), torch.optim.Adafactor(others, lr=0.01)]  # which reads a number
+        step = TrainStep(fxamp.convert(model, policy="O1,dtype=bf16"), loss_of, optimizers, **settings)
+        return run(step, 4), step
+
+    (ours, step), (theirs, _) = train(compile={"backend": traces}), train()
+    assert same(ours, theirs)
+    assert step.compiled is not None
+    assert "data-dependent" in step.compiled.update.eager
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("optimizer", ["AdamW, foreach", "AdamW, fused", "SGD"])
+def test_at_o0_a_step_that_compiles_its_loss_has_the_bits_of_eager_training(optimizer: str, accumulate: int) -> None:
+    ours = run(step_of(optimizer, "O0", accumulate_steps=accumulate, compile="aot_eager"))  # and no update
+    torch.manual_seed(0)
+    model = Tied()
+    assert same(ours, run(TrainStep(model, loss_of, OPTIMIZERS[optimizer](model), accumulate_steps=accumulate)))
