@@ -339,17 +339,15 @@ def _said(row: Time) -> str:
 
 def to_markdown(found: dict[str, Any]) -> str:
     """Return the report."""
-    width, layers, batch, tokens = found["size"]
-    text = (
-        "# Training steps compiled by Inductor, beside compiled autocast\n\n"
-        f"BERT, width {width}, {layers} layers, batch {batch}, {tokens} tokens, BF16, fused AdamW, torch "
-        f"{found['torch']}. Bytes and kernels are those of the graphs of one micro-batch, forward and backward, as "
-        "Inductor counts them; what runs outside of them, the update first of all, is counted in the tables for a GPU. "
-        "Peak is the peak memory of a window, without weights and optimizer state. Made by "
-        "`python reports/compiled_step.py`.\n"
-    )
-    if not found["windows"]:
-        text = "# Training steps compiled by Inductor, beside compiled autocast\n"
+    text = "# Training steps compiled by Inductor, beside compiled autocast\n\nMade by `python reports/compiled_step.py`.\n"
+    if found["windows"]:
+        width, layers, batch, tokens = found["size"]
+        text += (
+            f"\nBERT, width {width}, {layers} layers, batch {batch}, {tokens} tokens, BF16, fused AdamW, torch "
+            f"{found['torch']}. Bytes and kernels are those of the graphs of one micro-batch, forward and backward, as "
+            "Inductor counts them; what runs outside of them, the update first of all, is counted in the tables for a "
+            "GPU. Peak is the peak memory of a window, without weights and optimizer state.\n"
+        )
     for window, rows in found["windows"].items():
         counted = [Row(row["variant"], PerBatch(**row["counts"])) for row in rows]
         text += f"\n## {_LENGTH[window]}\n\n{table(counted)}\n"
@@ -389,9 +387,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     file = args.folder / "compiled_step.json"
     found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     measured = {str(n): measure(tuple(args.size), n, args.rounds, {}) for n in args.windows}
+    found |= {"made": began, "windows": found.get("windows", {})}
     if measured:
         found |= {
-            "made": began, "torch": torch.__version__, "size": list(args.size),
+            "torch": torch.__version__, "size": list(args.size),
             "windows": {n: [asdict(row) for row in rows] for n, (rows, _) in measured.items()},
         }  # fmt: skip
     if measured and args.rounds:
