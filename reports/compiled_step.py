@@ -339,7 +339,8 @@ def _said(row: Time) -> str:
 
 def to_markdown(found: dict[str, Any]) -> str:
     """Return the report."""
-    text = "# Training steps compiled by Inductor, beside compiled autocast\n\nMade by `python reports/compiled_step.py`.\n"
+    title = "# Training steps compiled by Inductor, beside compiled autocast"
+    text = f"{title}\n\nMade by `python reports/compiled_step.py`.\n"
     if found["windows"]:
         width, layers, batch, tokens = found["size"]
         text += (
