@@ -106,15 +106,12 @@ class Window:
         size: The number of micro-batches that complete it.
 
     Attributes:
-        scaler: What scales its losses.
-        given_scale: The scale that was given for it, instead of the scaler's.
         position: Micro-batches seen so far.
         losses: Their losses, detached, of shape (), each with its weight over the first one's.
         weighted: Whether weights were given.
         exchanged: Whether the last backward has exchanged gradients, where replicas do.
         batches: Inputs and target of each, as far as somebody may run them again.
         reference: The first weight, or 1 where that is 0; None before there is one.
-        size: The number of micro-batches that complete it.
     """
 
     def __init__(

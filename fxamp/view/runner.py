@@ -301,10 +301,8 @@ class Runner:
 
     def _set_autocast(self, device: str) -> tuple[bool, torch.dtype]:
         """Set the view's autocast of a kind of device; return what was there. A context takes microseconds more."""
-        before, rounds = (
-            (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),
-            self.graphs.policy.level.rounds,
-        )
+        before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        rounds = self.graphs.policy.level.rounds
         torch.set_autocast_enabled(device, rounds)
         if rounds:
             torch.set_autocast_dtype(device, self.graphs.low)
