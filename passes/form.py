@@ -68,17 +68,11 @@ Edit = Cast | SetDtype | Replace | Clamp | UnderAutocast
 
 @dataclass(frozen=True)
 class Choice:
-    """The dtype chosen for one node to run in.
+    """The dtype chosen for one node to run in."""
 
-    Attributes:
-        dtype: what the node runs in.
-        reason: why; its type says what has decided.
-        edits: what has to be changed in the graph so that it does.
-    """
-
-    dtype: torch.dtype
-    reason: Reason
-    edits: tuple[Edit, ...] = ()
+    dtype: torch.dtype  # what the node runs in
+    reason: Reason  # why; its type says what has decided
+    edits: tuple[Edit, ...] = ()  # what has to be changed in the graph so that it does
 
     @functools.cached_property
     def casts(self) -> dict[Position, torch.dtype]:
@@ -105,30 +99,21 @@ Colours = Mapping[Node, Choice]
 
 @dataclass(frozen=True)
 class Assignment:
-    """The choices for one graph; it never changes, and a pass that inserts nodes makes another one.
+    """The choices for one graph; it never changes, and a pass that inserts nodes makes another one."""
 
-    Attributes:
-        colours: the choice for every node that touches a floating value.
-        dtypes: the dtype every value will have.
-        original: the dtype every value had as captured.
-        returned: the dtype that each output of the graph must have.
-        infer: gives a node's output dtypes from those of its operands.
-        disagreements: where `torch.autocast` was seen to give other dtypes than the rules say it does.
-        bodies: the simulations of the bodies of higher-order ops, which their own passes carry out.
-        autocast: the dtype that autocast runs each node of `colours` in.
-        decisions: the choices in the form of the plan.
-        timings: nanoseconds that the cost model measured, by key of the call.
-    """
-
-    colours: Colours
-    dtypes: Mapping[Node, ValueDtype]
-    original: Mapping[Node, ValueDtype]
-    returned: Mapping[Node, ValueDtype]
-    infer: Inference
+    colours: Colours  # the choice for every node that touches a floating value
+    dtypes: Mapping[Node, ValueDtype]  # the dtype every value will have
+    original: Mapping[Node, ValueDtype]  # the dtype every value had as captured
+    returned: Mapping[Node, ValueDtype]  # the dtype that each output of the graph must have
+    infer: Inference  # gives a node's output dtypes from those of its operands
+    # where `torch.autocast` was seen to give other dtypes than the rules say it does
     disagreements: tuple[str, ...] = ()
+    # the simulations of the bodies of higher-order ops, which their own passes carry out
     bodies: Mapping[Node, Any] = field(default_factory=dict)
+    # the dtype that autocast runs each node of `colours` in
     autocast: Mapping[Node, torch.dtype] = field(default_factory=dict)
-    decisions: tuple[Decision, ...] = ()
+    decisions: tuple[Decision, ...] = ()  # the choices in the form of the plan
+    # nanoseconds that the cost model measured, by key of the call
     timings: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -26,20 +26,13 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Candidate:
-    """An op that may run in either dtype.
+    """An op that may run in either dtype."""
 
-    Attributes:
-        low: the op in the low dtype; likewise `fp32`.
-        grad: the values of the graph through which gradients flow.
-        rounds: in low it rounds a result of its own; an op that only moves values, or a cast, does not.
-        returned: its result leaves the graph in FP32, moved on the way or not.
-    """
-
-    low: Run
+    low: Run  # the op in the low dtype; likewise `fp32`
     fp32: Run
-    grad: frozenset[Node]
-    rounds: bool
-    returned: bool
+    grad: frozenset[Node]  # the values of the graph through which gradients flow
+    rounds: bool  # in low it rounds a result of its own; an op that only moves values, or a cast, does not
+    returned: bool  # its result leaves the graph in FP32, moved on the way or not
 
     @property
     def node(self) -> Node:
@@ -48,36 +41,25 @@ class Candidate:
 
 
 class Read(NamedTuple):
-    """How an op reads a value.
+    """How an op reads a value."""
 
-    Attributes:
-        times: how many of its operands the value is.
-        left: the casts of the value and of its gradient that are left where it casts the value up by itself; else None.
-    """
-
-    times: int
+    times: int  # how many of its operands the value is
+    # the casts of the value and of its gradient that are left where it casts the value up by itself; else None
     left: tuple[int, int] | None
 
 
 @dataclass(frozen=True)
 class PricedNet:
-    """A value and its readers, which share a cast of it; casts up and casts down are priced separately.
+    """A value and its readers, which share a cast of it; casts up and casts down are priced separately."""
 
-    Attributes:
-        value: what is cast.
-        readers: which pay together if they need the other dtype.
-        up: the price of the casts to FP32, where the value is low.
-        down: that of the casts to low, where it is FP32.
-        alone: for each reader what it pays if it casts the value up by itself; None if it does not. Readers that do pay
-            this, or `up` together if that is less.
-        wide: what is read is FP32, whatever dtype the value is stored in: the cast of an output that is handed out.
-    """
-
-    value: Hashable
-    readers: tuple[Hashable, ...]
-    up: int
-    down: int
+    value: Hashable  # what is cast
+    readers: tuple[Hashable, ...]  # which pay together if they need the other dtype
+    up: int  # the price of the casts to FP32, where the value is low
+    down: int  # that of the casts to low, where it is FP32
+    # for each reader what it pays if it casts the value up by itself; None if it does not. Readers that do pay this, or
+    # `up` together if that is less.
     alone: tuple[int | None, ...] = ()
+    # what is read is FP32, whatever dtype the value is stored in: the cast of an output that is handed out
     wide: bool = False
 
     def times(self, factor: int) -> PricedNet:
@@ -97,25 +79,16 @@ class PricedNet:
 
 @dataclass(frozen=True)
 class Net:
-    """The reads of a value that share its casts, as the emitted graph does.
+    """The reads of a value that share its casts, as the emitted graph does."""
 
-    Attributes:
-        value: what is cast; an input, a parameter or the result of an op.
-        reads: who reads it, and how.
-        casts: how many casts there are of the value, and of its gradient, if a reader needs the other dtype.
-        low: the low dtype.
-        grad: gradients flow through the value.
-        runs: how often the value is cast, and its gradient, in the time that prices are for.
-        wide: the reads are of the FP32 in which an output is handed out, also where the value is low.
-    """
-
-    value: Node
-    reads: Mapping[Node, Read]
+    value: Node  # what is cast; an input, a parameter or the result of an op
+    reads: Mapping[Node, Read]  # who reads it, and how
+    # how many casts there are of the value, and of its gradient, if a reader needs the other dtype
     casts: tuple[int, int]
-    low: torch.dtype
-    grad: bool
-    runs: tuple[int, int] = (1, 1)
-    wide: bool = False
+    low: torch.dtype  # the low dtype
+    grad: bool  # gradients flow through the value
+    runs: tuple[int, int] = (1, 1)  # how often the value is cast, and its gradient, in the time that prices are for
+    wide: bool = False  # the reads are of the FP32 in which an output is handed out, also where the value is low
 
     def at(self, forward: int, backward: int) -> PricedNet:
         """Return the net at the price of one cast of the value, and of one of its gradient."""
@@ -128,16 +101,11 @@ class Net:
 
 @dataclass(frozen=True)
 class Prices:
-    """The answer of a cost model: integers of at least 0, in any unit, but all in the same.
+    """The answer of a cost model: integers of at least 0, in any unit, but all in the same."""
 
-    Attributes:
-        nodes: for each op, in order, what it costs in low and in FP32.
-        nets: what casts cost; of the values asked for, and of readers of these.
-        timings: nanoseconds that were measured for it, by key of the call.
-    """
-
-    nodes: Sequence[tuple[int, int]]
-    nets: Sequence[PricedNet]
+    nodes: Sequence[tuple[int, int]]  # for each op, in order, what it costs in low and in FP32
+    nets: Sequence[PricedNet]  # what casts cost; of the values asked for, and of readers of these
+    # nanoseconds that were measured for it, by key of the call
     timings: Mapping[str, int] = field(default_factory=dict)
 
     def times(self, factor: int) -> Prices:

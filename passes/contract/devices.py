@@ -12,35 +12,25 @@ import torch
 
 @dataclass(frozen=True)
 class Device:
-    """One kind of device.
+    """One kind of device."""
 
-    Attributes:
-        name: What torch calls it.
-        lists: The device whose column of the op table is used: itself, or the device whose autocast lists it shares.
-            An op that torch has registered only for that other device, such as a vendor's kernel, is on no list here.
-        autocast: The dispatch key of its autocast.
-        launch: How many bytes move in the time of one launch; assumed, not measured.
-        bytes_per_nanosecond: How many bytes move in a nanosecond; assumed.
-        batches: Whether copies of many tensors take less time by one launch than one by one: false on a CPU, whose
-            cache would lose each copy before it is read.
-        is_here: Tells whether this process has one.
-        capability: Names the kind of this machine's device; measured facts hold for one kind.
-        synchronize: Waits for what was launched.
-        shares_storage_from: From how many elements on casts of a value share a storage where each needs a node of
-            autograd and nothing else is asked for; None for never.
-        own: The ops of which its own lists say another kind than those that it shares: their names, by kind.
-    """
-
-    name: str
+    name: str  # what torch calls it
+    # the device whose column of the op table is used: itself, or the device whose autocast lists it shares. An op that
+    # torch has registered only for that other device, such as a vendor's kernel, is on no list here.
     lists: str
-    autocast: str
-    launch: int
-    bytes_per_nanosecond: int
+    autocast: str  # the dispatch key of its autocast
+    launch: int  # how many bytes move in the time of one launch; assumed, not measured
+    bytes_per_nanosecond: int  # how many bytes move in a nanosecond; assumed
+    # whether copies of many tensors take less time by one launch than one by one: false on a CPU, whose cache would
+    # lose each copy before it is read
     batches: bool
-    is_here: Callable[[], bool]
-    capability: Callable[[], str]
-    synchronize: Callable[[], None]
+    is_here: Callable[[], bool]  # tells whether this process has one
+    capability: Callable[[], str]  # names the kind of this machine's device; measured facts hold for one kind
+    synchronize: Callable[[], None]  # waits for what was launched
+    # from how many elements on casts of a value share a storage where each needs a node of autograd and nothing else is
+    # asked for; None for never
     shares_storage_from: int | None = None
+    # the ops of which its own lists say another kind than those that it shares: their names, by kind
     own: Mapping[str, str] = field(default_factory=dict)
 
     @functools.cached_property

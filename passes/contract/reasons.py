@@ -72,21 +72,14 @@ OVERRIDE, REGION, CAST, BODY, AS_AUTOCAST = "override", "region", "cast", "body"
 
 @dataclass(frozen=True)
 class Reason:
-    """A code, and a sentence about one node.
-
-    Attributes:
-        kind: what has decided: the kind of the rule that was applied, or one of the five above.
-        causes: the nodes whose decisions this one follows from.
-        ranges: what buffers hold that the low dtype cannot, where that decided.
-        final: no placement of values may change the dtype that the node runs in.
-    """
+    """A code, and a sentence about one node."""
 
     code: Code
     detail: str
-    kind: str = ""
-    causes: tuple[Any, ...] = ()
-    ranges: tuple[str, ...] = ()
-    final: bool = False
+    kind: str = ""  # what has decided: the kind of the rule that was applied, or one of the five above
+    causes: tuple[Any, ...] = ()  # the nodes whose decisions this one follows from
+    ranges: tuple[str, ...] = ()  # what buffers hold that the low dtype cannot, where that decided
+    final: bool = False  # no placement of values may change the dtype that the node runs in
 
     def __str__(self) -> str:
         return f"{self.code}: {self.detail}"

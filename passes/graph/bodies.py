@@ -28,14 +28,10 @@ from .values import Dtypes, ValueDtype
 
 @dataclass(frozen=True)
 class Body:
-    """One graph inside a higher-order op.
+    """One graph inside a higher-order op."""
 
-    Attributes:
-        module: holds the graph and what its get_attr nodes refer to.
-        first: where in the call's arguments its operands begin; None when the border keeps the original dtypes.
-    """
-
-    module: GraphModule
+    module: GraphModule  # holds the graph and what its get_attr nodes refer to
+    # where in the call's arguments its operands begin; None when the border keeps the original dtypes
     first: int | None
 
     @property
@@ -66,20 +62,14 @@ class Body:
 
 @dataclass(frozen=True)
 class Border:
-    """The dtypes at the edges of a graph.
+    """The dtypes at the edges of a graph."""
 
-    Attributes:
-        inputs: the dtypes of its placeholders, where they are not the original ones.
-        restore_outputs: its outputs have their original dtypes.
-        autocast_outputs: its outputs have the dtypes that autocast gives them, or wider ones: what reads them runs
-            under autocast, outside this graph. What the model makes low by itself keeps the dtype that is noted on it.
-        bodies: the graphs inside it.
-    """
-
-    inputs: Dtypes = field(default_factory=dict)
-    restore_outputs: bool = True
+    inputs: Dtypes = field(default_factory=dict)  # the dtypes of its placeholders, where they are not the original ones
+    restore_outputs: bool = True  # its outputs have their original dtypes
+    # its outputs have the dtypes that autocast gives them, or wider ones: what reads them runs under autocast, outside
+    # this graph. What the model makes low by itself keeps the dtype that is noted on it.
     autocast_outputs: bool = False
-    bodies: dict[Node, list[Body]] = field(default_factory=dict)
+    bodies: dict[Node, list[Body]] = field(default_factory=dict)  # the graphs inside it
 
 
 def bodies_of(graph: Graph, attribute: Callable[[str], Any]) -> dict[Node, list[Body]]:

@@ -98,19 +98,12 @@ _CASTS = (CAST_OPERAND, RESTORE_OUTPUT, READ_OUTPUT)
 
 @dataclass(frozen=True, slots=True)
 class Note(Origin):
-    """The notes on one node.
+    """The notes on one node."""
 
-    Attributes:
-        made_by: The rewrite of fxamp that made the node, as "pass/rewrite"; "" for a captured node.
-        leaf: For an opaque module: the name of its type, which is part of the op's name.
-        pure: For a higher-order op: its body neither writes to its operands nor returns them.
-        absorbed_cast: The node was given a dtype argument that replaces a cast.
-    """
-
-    made_by: str = ""
-    leaf: str = ""
-    pure: bool = False
-    absorbed_cast: bool = False
+    made_by: str = ""  # the rewrite of fxamp that made the node, as "pass/rewrite"; "" for a captured node
+    leaf: str = ""  # for an opaque module: the name of its type, which is part of the op's name
+    pure: bool = False  # for a higher-order op: its body neither writes to its operands nor returns them
+    absorbed_cast: bool = False  # the node was given a dtype argument that replaces a cast
 
 
 _NOTHING = Note()

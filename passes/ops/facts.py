@@ -31,29 +31,22 @@ from .rules import COMPOSITE, LOW, Rule, lookup, row_named, row_of
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts about one op in one low dtype.
+    """The facts about one op in one low dtype."""
 
-    Attributes:
-        fp32_internal: `low(op(float(x))) == op(x)` for low x, bit for bit: it computes in FP32 and rounds once.
-        fp32_backward: The same for the gradient of x: if that is a sum, it is summed in FP32 and rounded once.
-        rounds_once: Its error against float64 is at most 1.5 times that of the correctly rounded result.
-        scatters: Its errors cancel in the mean of a row as roundings do: that mean is at most 3 times that of the
-            correctly rounded result. Where a kernel rounds a sum over the row, all its elements share the error.
-        commutes_forward: `op(low(x)) == low(op(x))` for FP32 x.
-        commutes_backward: The same for the gradient of x.
-        sums_low: The gradient of an operand that it reads many times, such as a gain, a bias or a row of a table, is
-            summed in low: its error grows as the root of how many times that is. Measured on a CPU alone.
-        status: "measured" on this kind of machine, or "assumed".
-    """
-
+    # `low(op(float(x))) == op(x)` for low x, bit for bit: it computes in FP32 and rounds once
     fp32_internal: bool = False
+    # the same for the gradient of x: if that is a sum, it is summed in FP32 and rounded once
     fp32_backward: bool = False
-    rounds_once: bool = False
+    rounds_once: bool = False  # its error against float64 is at most 1.5 times that of the correctly rounded result
+    # its errors cancel in the mean of a row as roundings do: that mean is at most 3 times that of the correctly rounded
+    # result. Where a kernel rounds a sum over the row, all its elements share the error.
     scatters: bool = False
-    commutes_forward: bool = False
-    commutes_backward: bool = False
+    commutes_forward: bool = False  # `op(low(x)) == low(op(x))` for FP32 x
+    commutes_backward: bool = False  # the same for the gradient of x
+    # the gradient of an operand that it reads many times, such as a gain, a bias or a row of a table, is summed in low:
+    # its error grows as the root of how many times that is. Measured on a CPU alone.
     sums_low: bool = False
-    status: str = "assumed"
+    status: str = "assumed"  # "measured" on this kind of machine, or "assumed"
 
 
 NAMES = tuple(f.name for f in fields(Facts) if f.name != "status")

@@ -46,19 +46,13 @@ Stacks = Mapping[Node, Sequence[tuple[str, tuple[str, ...]]]]
 
 @dataclass(frozen=True)
 class Site:
-    """A call to decide on, and the row of its op.
-
-    Attributes:
-        kind: the kind by which it is coloured: at first that of the row on the device.
-        floats: its floating operands, and those of unknown dtype.
-        low: the low dtype here; an autocast region in the model's code may choose another one.
-    """
+    """A call to decide on, and the row of its op."""
 
     node: Node
     row: Rule
-    kind: str
-    floats: tuple[ops.Operand, ...]
-    low: Any
+    kind: str  # the kind by which it is coloured: at first that of the row on the device
+    floats: tuple[ops.Operand, ...]  # its floating operands, and those of unknown dtype
+    low: Any  # the low dtype here; an autocast region in the model's code may choose another one
 
     def of_kind(self, kind: str) -> Site:
         """Return the same call with another kind."""

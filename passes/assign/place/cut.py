@@ -49,18 +49,13 @@ INFINITY = float("inf")
 
 @dataclass
 class Problem:
-    """A placement problem.
+    """A placement problem."""
 
-    Attributes:
-        low: what each variable costs on the low side.
-        fp32: what each variable costs on the FP32 side.
-        nets: tensors with their readers, each a variable, or a side if its dtype is fixed.
-        implies: pairs (v, w): v low implies w low. Side.FP32 as w forbids v to be low; Side.LOW as v forces w low.
-    """
-
-    low: dict[Variable, Cost] = field(default_factory=dict)
-    fp32: dict[Variable, Cost] = field(default_factory=dict)
+    low: dict[Variable, Cost] = field(default_factory=dict)  # what each variable costs on the low side
+    fp32: dict[Variable, Cost] = field(default_factory=dict)  # what each variable costs on the FP32 side
+    # tensors with their readers, each a variable, or a side if its dtype is fixed
     nets: list[PricedNet] = field(default_factory=list)
+    # pairs (v, w): v low implies w low. Side.FP32 as w forbids v to be low; Side.LOW as v forces w low.
     implies: list[tuple[Variable, Variable]] = field(default_factory=list)
 
     def add(self, variable: Variable, low: Cost, fp32: Cost) -> None:
