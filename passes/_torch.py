@@ -74,10 +74,7 @@ def contexts_of_checkpoint(body: torch.fx.GraphModule) -> Callable[[], Any] | No
 
 
 def autocast_registrations(device: str) -> frozenset[str]:
-    """Return the names of ops (`namespace::op` or `namespace::op.overload`) with an autocast kernel for a device.
-
-    The names include the rules that PyTorch's `register_autocast` added, but not the fallthrough for all other ops.
-    """
+    """Return the names of ops (`namespace::op[.overload]`) with an autocast kernel for a device, users' too."""
     return frozenset(torch._C._dispatch_get_registrations_for_dispatch_key(DEVICES[device].autocast))
 
 

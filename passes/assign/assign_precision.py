@@ -120,10 +120,7 @@ def _simulation(unit: Unit, policy: Policy, original: Dtypes) -> Simulation:
 
 
 def _disagreements(graph: Graph, reference: Simulation) -> tuple[str, ...]:
-    """Compare the dtypes that the rules derive for autocast with those seen in a capture under it, value by value.
-
-    A node counts only if the rules are right about its operands, so that one wrong rule is reported once.
-    """
+    """Say where the rules derive other dtypes for autocast than a capture under it has seen, each wrong rule once."""
     out, wrong, names = [], set[Node](), keys(graph.nodes)
     for node in graph.nodes:
         seen, ours = note_of(node).autocast, reference.dtypes.get(node)
@@ -210,12 +207,10 @@ def _decisions(unit: Unit, assignment: Assignment) -> tuple[Decision, ...]:
 
 
 def replay(decisions: Sequence[Decision], plan: Plan, exact: bool = True) -> tuple[Decision, ...]:
-    """Check that a plan fits a graph, node by node, and that its colours are those decided here.
+    """Check that a plan fits a graph and gives the colours decided here; return the decisions with the plan's reasons.
 
-    Colours follow from one another, so a plan is replayed as a whole. If its policy gives another colour here, because
-    torch or a rule has changed, an error says so and nothing is converted. The decisions come back with the reasons of
-    the plan, since the measurements behind those are not repeated. A plan that is not `exact` is of the same model in
-    another state, or of a part of it: it gives the reason where it decides as the policy does here.
+    Colours follow from one another, so a plan is replayed as a whole, and what was measured for it is not repeated. One
+    that is not `exact` is of the model in another state: it gives the reason where it decides the same.
     """
     ours, theirs = {d.key: d for d in decisions}, {d.key: d for d in plan.decisions}
     if exact:

@@ -159,11 +159,7 @@ def _is_plain(node: Node) -> bool:
 
 
 def _is_lent(cast: Node, assignment: Assignment, aliases: Aliases) -> bool:
-    """Say whether the result of a cast may be that of a later one too.
-
-    An author's cast that does nothing makes no copy; and its result may be written, in the graph or, where it leaves,
-    by who called the model. If the cast did nothing in the model itself, all of these are one tensor there too.
-    """
+    """Say whether the result of a cast may be that of a later one too: it is a copy, and nobody may write to it."""
     value, dtype = cast.all_input_nodes[0], literal_dtype(cast)
     if aliases.is_mutated(cast) or assignment.dtypes[value] == dtype:
         return False

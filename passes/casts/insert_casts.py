@@ -6,7 +6,6 @@ After:  linear(to(x, bfloat16), to(w, bfloat16))
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
-from ..form import Cast, Choice, Clamp, Edit, Ensures, Replace, SetDtype, Unit
+from ..form import Choice, Clamp, Ensures, Replace, SetDtype, Unit
 from ..graph.aliases import Aliases
 from ..graph.notes import CLAMP_OPERAND
 from ..graph.values import dtype_owner
@@ -41,37 +40,30 @@ class InsertCasts:
         graph, colours = unit.graph, unit.decided.colours
         fired = dict.fromkeys(["operand", "clamp", "argument"], 0)
         clamps = any(c.has(Clamp) for c in colours.values())
-        aliases: Any = Aliases(graph) if clamps else None  # before anything is inserted
-        apply: dict[type[Edit], tuple[str, Callable[[Unit, Node, Choice, list[Any]], int]]] = {
-            Clamp: ("clamp", functools.partial(_clamp_operands, aliases)),
-            SetDtype: ("argument", _set_dtype),  # before casts: what it drops needs none
-            Replace: ("argument", _replace_numbers),
-            Cast: ("operand", _cast_operands),
-        }
+        aliases = Aliases(graph) if clamps else None  # before anything is inserted
         for node in [n for n in graph.nodes if n in colours and colours[n].edits]:
-            for kind, (rewrite, function) in apply.items():
-                if edits := [e for e in colours[node].edits if isinstance(e, kind)]:
-                    fired[rewrite] += function(unit, node, colours[node], edits)
+            if aliases is not None:
+                fired["clamp"] += _clamp_operands(unit, node, colours[node], aliases)
+            fired["argument"] += _change_arguments(node, colours[node])  # before casts: what it drops needs none
+            fired["operand"] += _cast_operands(unit, node, colours[node])
         fired |= restore_outputs(unit)
         fired["assertion"] = loosen_assertions(graph, lambda n: operator.ne(*unit.dtypes_of(n)))
         return fired
 
 
-def _cast_operands(unit: Unit, node: Node, choice: Choice, edits: list[Cast]) -> int:
+def _cast_operands(unit: Unit, node: Node, choice: Choice) -> int:
     """Before: add(x, y). After: add(to(x, float32), y), where x was assigned a cast.
 
     A value that two arguments read is cast for the last one first, as autocast's C++ does where GCC has compiled it:
     autograd sums the gradients of the casts in the order that they were made in.
     """
-    count = 0
+    before = len(unit.inserted)
     made: dict[Node, tuple[str, Node]] = {}
 
     def cast(operand: ops.Operand) -> Node:
-        nonlocal count
         wanted = choice.casts.get(operand.place)
         if wanted is None:
             return operand.node
-        count += 1
         inserted = unit.cast(operand.node, wanted, before=node)
         argument, first = made.setdefault(operand.node, (operand.name, inserted))
         if argument != operand.name:
@@ -81,16 +73,17 @@ def _cast_operands(unit: Unit, node: Node, choice: Choice, edits: list[Cast]) ->
             inserted.target = cast_weight
         return inserted
 
-    ops.map_operands(node, cast)
-    return count
+    if choice.casts:
+        ops.map_operands(node, cast)
+    return len(unit.inserted) - before
 
 
-def _clamp_operands(aliases: Aliases, unit: Unit, node: Node, choice: Choice, edits: list[Clamp]) -> int:
+def _clamp_operands(unit: Unit, node: Node, choice: Choice, aliases: Aliases) -> int:
     """Before: where(m, lowest, x). After: where(m, clamp(lowest, -65504, 65504), x), for x in float16.
 
     Backward of clamp reads what was clamped, which must not be written in between: such a value is copied first.
     """
-    places = {e.place for e in edits}
+    places = [e.place for e in choice.edits if isinstance(e, Clamp)]
 
     def insert(op: Any, *args: Any) -> Node:
         return unit.insert(op, args, before=node, by=CLAMP_OPERAND)
@@ -103,8 +96,9 @@ def _clamp_operands(aliases: Aliases, unit: Unit, node: Node, choice: Choice, ed
         value = insert(torch.ops.aten.clone.default, value) if aliases.is_mutated(value) else value
         return insert(torch.ops.aten.clamp.default, value, -largest, largest)
 
-    ops.map_operands(node, clamp)
-    return len(edits)
+    if places:
+        ops.map_operands(node, clamp)
+    return len(places)
 
 
 def _folds_by_grad(node: Node) -> bool:
@@ -118,23 +112,20 @@ def _folds_by_grad(node: Node) -> bool:
         return True
 
 
-def _set_dtype(unit: Unit, node: Node, choice: Choice, edits: list[SetDtype]) -> int:
-    """Before: x.to(float32), a relative cast. After: x.to(bfloat16), the dtype that the node runs in."""
-    dtype = edits[0].dtype
-
-    def names(argument: Any) -> bool:
-        return isinstance(argument, torch.dtype) or (isinstance(argument, Node) and dtype_owner(argument) is not None)
-
-    if not _change(node, lambda a: dtype if names(a) else a):
-        node.op, node.target, node.args, node.kwargs = "call_function", CAST, (node.args[0], dtype), {}  # for x.float()
+def _change_arguments(node: Node, choice: Choice) -> int:
+    """Before: x.to(float32), a relative cast; masked_fill(x, m, -3.4e38). After: x.to(float16); ... -65504.0)."""
+    edits = [e for e in choice.edits if isinstance(e, (SetDtype, Replace))]
+    for edit in edits:
+        if isinstance(edit, Replace):
+            old, new = edit
+            _change(node, lambda a, old=old, new=new: new if isinstance(a, (float, Node)) and a == old else a)
+        elif not _change(node, lambda a, dtype=edit.dtype: dtype if _names_dtype(a) else a):  # such as x.float()
+            node.op, node.target, node.args, node.kwargs = "call_function", CAST, (node.args[0], edit.dtype), {}
     return len(edits)
 
 
-def _replace_numbers(unit: Unit, node: Node, choice: Choice, edits: list[Replace]) -> int:
-    """Before: masked_fill(x, m, -3.4e38). After: masked_fill(x, m, -65504.0), for x in float16."""
-    for old, new in edits:
-        _change(node, lambda a, old=old, new=new: new if isinstance(a, (float, Node)) and a == old else a)
-    return len(edits)
+def _names_dtype(argument: Any) -> bool:
+    return isinstance(argument, torch.dtype) or (isinstance(argument, Node) and dtype_owner(argument) is not None)
 
 
 def _change(node: Node, change: Any) -> bool:

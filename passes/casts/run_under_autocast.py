@@ -17,10 +17,7 @@ from ..runtime.regions import under_autocast
 
 @dataclass(frozen=True)
 class RunUnderAutocast:
-    """Give each op that was decided to run as under autocast a region of its own.
-
-    Of all edits this one comes after casts are shared, since no analysis sees through a region.
-    """
+    """Give each op that is to run as under autocast a region, once casts are shared: no analysis sees through it."""
 
     name: ClassVar = "run-under-autocast"
     ensures: ClassVar = Ensures.STRUCTURE

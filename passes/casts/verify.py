@@ -41,10 +41,7 @@ _REPORT = "This is a bug in fxamp; please report it."
 
 
 def verify(graph: Graph, assignment: Assignment | None = None) -> None:
-    """Check the graph's structure and, once casts are in, the dtype that every value was assigned, and the laws.
-
-    Dtypes are recomputed only where that of an operand has changed, or the node itself was touched.
-    """
+    """Check the graph's structure and, once casts are in, the dtype that every value was assigned, and the laws."""
     _verify_structure(graph)
     if assignment is None:
         return

@@ -24,10 +24,7 @@ SWITCHES = (grad_mode, SET_GRAD, enter_autocast, exit_autocast)  # what switches
 
 
 def grad_modes(graph: Graph) -> dict[Node, tuple[bool | None, int]]:
-    """Return, for each node, the grad mode and the number of switches of transforms and inference mode before it.
-
-    Two casts may be merged only where both agree. The grad mode is True, False, or None if it is that of the caller.
-    """
+    """Return, for each node, the grad mode (None: the caller's) and how many switches of other modes are before it."""
     mode: bool | None = None
     switches = 0
     before, out = dict[Any, bool | None](), dict[Node, tuple[bool | None, int]]()

@@ -89,10 +89,7 @@ def described(node: Node) -> str:
 
 
 def keys(nodes: Iterable[Node]) -> dict[Node, str]:
-    """Return a key for every call: module path, op, and ordinal in the module. Unrelated edits do not change it.
-
-    Calls that only bring or compute numbers have none, since other captures have constants in their place.
-    """
+    """Return a key for every call, module path, op and ordinal; calls that only carry numbers have none."""
     return numbered(node for node in nodes if node.op.startswith("call") and not ops.carries_number(node))
 
 
@@ -164,10 +161,7 @@ def first_float(dtype: ValueDtype) -> torch.dtype | None:
 
 
 def refuse_mixed(node: Node, dtype_of: Callable[[Node], Any]) -> None:
-    """Raise TypeError where a kernel rejects the mix of float dtypes of its operands, since not every fake one does.
-
-    The kernel of a norm takes weights of its input's dtype; if the input is low, it also takes FP32 weights.
-    """
+    """Raise TypeError where a kernel rejects the mix of float dtypes of its operands, since not every fake one does."""
     row = row_of(node)
     if not row.same_dtype and not row.uncast:
         return
@@ -224,10 +218,7 @@ class Inference:
         self._memo: dict[Any, ValueDtype] = {}
 
     def __call__(self, node: Node, dtype_of: Callable[[Node], ValueDtype]) -> ValueDtype:
-        """Return the dtypes of the node's output when its operands have the given dtypes.
-
-        Raises whatever the op raises when it rejects them.
-        """
+        """Return the dtypes of the node's output for operands of these dtypes; raise what the op raises on them."""
         row = row_of(node)
         if (row.asks == "item" or row.shards) and isinstance(node.args[0], Node):
             items = dtype_of(node.args[0])

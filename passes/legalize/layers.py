@@ -25,10 +25,7 @@ _LAST = {nn.LSTM: "proj_size", nn.RNN: "nonlinearity"}  # the setting that only 
 
 
 def open_layers(graph: Graph, attribute: Callable[[str], Any], whole: Container[Node] = ()) -> int:
-    """Replace calls of recurrent layers, but for `whole`, by those of their functions, in place; return how many.
-
-    A layer stays whole that has hooks, a forward of its own, or weights that are no parameters of it.
-    """
+    """Replace calls of recurrent layers, but for `whole` and those with hooks or their own forward; return how many."""
     edits = 0
     for node in graph.find_nodes(op="call_module"):
         layer, mode = attribute(str(node.target)), _mode_of(node)

@@ -227,10 +227,7 @@ def _is_composite(node: Node, device: str) -> bool:
 
 
 def _body_of(node: Node, memo: dict[Any, Graph | None], region: Callable[[], Any]) -> Graph | None:
-    """Return what a composite calls, as a graph over its operands; None if there is none.
-
-    A capture under autocast may give it operands of several dtypes, which its ops take together in such a region alone.
-    """
+    """Return what a composite calls, as a graph over its operands; None if there is none."""
     target: Any = node.target
     inputs = node.all_input_nodes
     values = [n.meta.get("val") for n in inputs]

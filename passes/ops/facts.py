@@ -180,10 +180,7 @@ REDUCTIONS = ("none", "mean", "sum")  # as torch::Reduction numbers them
 
 
 def _static_arguments(node: Node, names: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """Return a call's static arguments of these names; those that are neither numbers nor strings are left out.
-
-    A number that is an input is the one that was measured, if it equals one, and else left out.
-    """
+    """Return a call's static arguments of these names that are words, or numbers that are known or were measured."""
     arguments: dict[str, Any] = {}
     schema = ops.schema_of(node) if names else None
     defaults = {a.name: a.default_value for a in schema.arguments} if schema else {}

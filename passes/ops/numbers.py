@@ -130,10 +130,7 @@ def is_exact(number: Number, low: torch.dtype) -> bool:
 
 
 def has_tiny(row: Rule, literals: Iterable[Number], low: torch.dtype) -> bool:
-    """Say whether an op combines a value with a number that is too fine for the low dtype.
-
-    These are numbers that it rounds to zero, and bounds that it rounds to one, after which logarithms are infinite.
-    """
+    """Say whether an op combines a value with a number that low rounds to zero, or a bound that it rounds to one."""
     if row.holds_eps:
         return False
     values = [value_of(number) for number in literals]

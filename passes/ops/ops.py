@@ -138,10 +138,7 @@ _OPERATIONS = ("call_function", "call_method")
 
 
 def name(node: Node) -> str:
-    """Return the canonical op name of a call node, "" for any other node.
-
-    An opaque leaf module is `module:` and its type's name.
-    """
+    """Return the canonical op name of a call, `module:` and its type's name of an opaque one, "" for any other node."""
     if node.op in _OPERATIONS:
         return view_of(node).name
     return f"module:{getattr(node.meta.get(NOTE), 'leaf', '') or node.target}" if node.op == "call_module" else ""
@@ -322,10 +319,7 @@ def is_number(value: Node) -> bool:
 
 
 def carries_number(node: Node) -> bool:
-    """Say whether a node only brings a number into a graph, or computes with such: in another capture it is a constant.
-
-    What data decides, as the result of `.item()` on a tensor, is none in any.
-    """
+    """Say whether a node only brings or computes a number that is no data's: in another capture it is a constant."""
     return is_number(node) and not any(map(_torch.is_of_data, _torch.pytree.tree_leaves(node.meta["val"])))
 
 

@@ -291,10 +291,7 @@ def casts_again(run: Simulation, node: Node) -> bool:
 
 
 def runs_whole(site: Site) -> bool:
-    """Say whether no rule covers a call that can be given a region of autocast, of known results.
-
-    Graphs inside a higher-order op stay as they were captured; if the compiler rewrites them, no autocast may be on.
-    """
+    """Say whether no rule covers a call that can be given a region of autocast, of known results."""
     if site.kind != COMPOSITE and site.row.known:
         return False
     seen = note_of(site.node).autocast is not None
@@ -374,10 +371,7 @@ class AutocastRules:
 
 @dataclass(frozen=True)
 class PolicyRules(AutocastRules):
-    """What a policy asks for at a level: its pins and overrides come first, and O2 and O3 read rules in their own way.
-
-    O2 runs ops low that are not sensitive, O3 all that have a low kernel.
-    """
+    """What a policy asks for at a level: pins and overrides first; O2 and O3 read rules in their own way."""
 
     level: Level
 
@@ -539,10 +533,7 @@ def _lowers(run: Simulation, site: Site) -> bool:
 
 
 def _is_cast_to_the_other(run: Simulation, value: Node, low: object) -> bool:
-    """Say whether a value is in the other low dtype because a cast of the user's made it, or what it is computed from.
-
-    What the model holds or is given in that dtype, such as frozen parameters, is cast as autocast casts it.
-    """
+    """Say whether a cast of the user's put a value, or what it is computed from, in the other low dtype."""
     visited, front = set[Node](), [value]
     while front:
         node = front.pop()
@@ -569,11 +560,7 @@ def _indexed(value: Node) -> Node:
 
 
 def _changes_a_copy(run: Simulation, node: Node) -> bool:
-    """Say whether a copy ends, or begins, the sharing of a written storage because a value is low beyond O1.
-
-    A user cast that made a copy no longer does, since its operand is low; or the value is written after a read that
-    makes a copy under autocast.
-    """
+    """Say whether a copy ends, or begins, the sharing of a written storage because a value is low beyond O1."""
     value = node.args[0] if row_of(node).is_cast else None
     if isinstance(value, Node) and isinstance(run.dtypes[node], torch.dtype):
         # A dtype that may have been read under autocast says nothing of what is a copy without it.

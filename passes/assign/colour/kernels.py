@@ -92,11 +92,7 @@ def keep(run: Simulation, site: Site, reason: Reason) -> Choice:
 
 
 def lacks_low_kernel(run: Simulation, node: Node, row: Rule, low: torch.dtype) -> bool:
-    """Say whether the device has no low kernel for an op: its row says so, or the op fails where it is tried.
-
-    The op runs on zeros of the sizes in the graph, and the random state is restored. If the op fails in the original
-    dtypes too, nothing is known about the low one.
-    """
+    """Say whether the device has no low kernel for an op: its row says so, or it fails where it is tried on zeros."""
     name = ops.name(node)
     if lacks_low(node, row, run.device):
         return True
@@ -110,10 +106,7 @@ def lacks_low_kernel(run: Simulation, node: Node, row: Rule, low: torch.dtype) -
 
 
 def refuse_untold_writes(graph: Graph, device: str) -> None:
-    """Run each op that has a registered rule once, in the original dtypes, and see whether it writes to its operands.
-
-    A cast of an operand would be written instead, and the model would not see it.
-    """
+    """Refuse an op with a registered rule that is seen to write to an operand: a cast would be written instead."""
     tried: set[Any] = set()
     for node in graph.nodes:
         name = ops.name(node)
@@ -173,9 +166,8 @@ _UNFIT = "a number does not fit the low dtype"
 def fit_kernel(run: Simulation, node: Node, choice: Choice) -> tuple[Choice, ValueDtype]:
     """Return a choice as the kernel of the op forces it to be, and the dtypes of the results.
 
-    A kernel that rejects the operands gets them all in the widest dtype of them, else in FP32, else in the captured
-    dtypes, as an op does that fake tensors cannot run. If nothing is cast, torch's promotion decides what the node
-    runs in.
+    A kernel that rejects the operands gets them in their widest dtype, else in FP32, else in the captured dtypes. If
+    nothing is cast, torch's promotion decides what the node runs in.
     """
     floats = [o for o in ops.operands(node) if run.dtypes[o.node] in ELIGIBLE]
     for fit in itertools.chain([choice], _wider(run, choice, floats)):

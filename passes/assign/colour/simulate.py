@@ -143,10 +143,7 @@ class Simulation:
         return {n: dtypes[n] for n in values}
 
     def _output_under_autocast(self, value: Node) -> ValueDtype:
-        """Return the dtype of an output that is read under autocast: its dtype here or autocast's, if that is wider.
-
-        It is autocast's in any case if the policy asks for that.
-        """
+        """Return the dtype of an output that is read under autocast: its own or autocast's, if asked for or wider."""
         if note_of(value).leaves:
             return note_of(value).leaves_as or self.original[value]
         ours, autocast = note_of(value).low_of_its_own or self.dtypes[value], self.under_autocast(value)
@@ -156,11 +153,7 @@ class Simulation:
         return ours
 
     def _enter(self, node: Node, body: Body) -> None:
-        """Run through the body of a higher-order op with the dtypes that its operands have here.
-
-        The body's own passes carry out what this run decides. If its result is written in place, and pinned, the body
-        returns its original dtypes. A weight that is read low inside and elsewhere too is cast here, once for all.
-        """
+        """Run through the body of a higher-order op with the dtypes that its operands have here."""
         pinned, operands = not is_opaque(node) and self.aliases.find(node) in self.pinned, body.operands(node)
         border = Border({p: self.dtypes[v] for p, v in operands.items()}, pinned, bodies=body.bodies())
         inside, edits = self._inside(node, body, border), tuple[Cast, ...]()

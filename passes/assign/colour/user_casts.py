@@ -62,10 +62,7 @@ def observed(graph: Graph) -> Iterator[Node]:
 
 
 def uncopied_without_grad(graph: Graph, original: Dtypes) -> Iterator[Node]:
-    """Yield the values with gradients that a cast in a no_grad region returns as they are, gradients included.
-
-    If such a value were low the cast would make another value, to which no gradient flows.
-    """
+    """Yield values with gradients that a cast in a no_grad region returns as they are; a low copy would have none."""
     modes, grad = grad_modes(graph), requires_grad(graph)
     for node in graph.nodes:
         value = node.args[0] if node.args and row_of(node).is_cast and modes[node][0] is False else None
@@ -76,10 +73,7 @@ def uncopied_without_grad(graph: Graph, original: Dtypes) -> Iterator[Node]:
 def meaning(
     node: Node, original: Dtypes, dtypes: Dtypes, observed: torch.dtype | None = None, exact: bool = True
 ) -> Intent:
-    """Return what a cast means: `observed` is the dtype that it took in a capture under autocast, if there was one.
-
-    If it is `exact`, values must be those of autocast; else more of them may be low.
-    """
+    """Return what a cast means: `observed` was seen under autocast; if `exact`, values must be autocast's."""
     value: Any = node.args[0]
     operand, baked, reference = dtypes.get(value), literal_dtype(node), dtype_reference(node)
     if reference is not None and is_floating(original[reference]):
@@ -108,10 +102,7 @@ def meaning(
 
 
 def _restores(node: Node, original: Dtypes, dtypes: Dtypes) -> torch.dtype | None:
-    """Return the dtype that the nearest upcast before this cast, in the same module, was made from.
-
-    An upcast of a value that is low as captured does not count: what restores its dtype would name that one.
-    """
+    """Return the dtype that the nearest upcast before this cast, in the same module, was made from."""
     path, visited, front = module_path(node), {node}, [node]
     while front:
         nearer: list[Node] = []

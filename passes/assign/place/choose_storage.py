@@ -45,10 +45,7 @@ from .free import free_nodes
 def choose_storage(
     simulation: Simulation, costs: CostModel, plan: Plan | None = None
 ) -> tuple[Colours, Dtypes, Mapping[str, int]]:
-    """Choose the dtype of every free value by minimum cut; return decisions, dtypes of all values, and what was timed.
-
-    With a plan to replay, its colours are taken: the cut depends on sizes, and another example may have others.
-    """
+    """Choose the dtype of every free value by minimum cut, or by a plan; return decisions, all dtypes, and timings."""
     grad = requires_grad(simulation.graph)
     free = free_nodes(simulation, grad)
     if not free:
@@ -235,10 +232,7 @@ def _imply(problem: Problem, node: Node, uses: Uses) -> None:
 
 
 def price(problem: Problem, uses: Uses, costs: CostModel) -> Mapping[str, int]:
-    """Fill in what everything costs: each free node on both sides, and nets; return what was measured for it.
-
-    Of placements that cost the same, the one that rounds the fewest results is the cheapest.
-    """
+    """Fill in what free nodes and nets cost, least where the fewest results are rounded; return what was measured."""
     low, returned, modes = uses.simulation.low, _returned(uses), grad_modes(uses.simulation.graph)
 
     def run(node: Node, dtype: torch.dtype) -> Run:
@@ -286,9 +280,8 @@ def _nets(
 ) -> Iterator[tuple[Net, dict[Node, Variable]]]:
     """Yield the groups of reads of a value that share casts, and the side of each reader; none where all are fixed.
 
-    Casts that share a storage are two things: one cast of the value for all, and one of the gradient for each.
-    `nodes` are the value; of an attribute that is read at several places there are several. An output that others are
-    computed from is read through the FP32 that is handed out, which is cast down once for all low readers.
+    `nodes` are the value, an attribute perhaps at several places. Casts that share a storage are two things: one cast
+    of the value for all, and one of the gradient for each.
     """
     simulation, value = uses.simulation, nodes[0]
     if simulation.dtypes.get(value) not in (simulation.low, torch.float32):
@@ -352,11 +345,7 @@ def _net(
 
 
 def _left_of_upcasts(value: Node, reader: Node, times: int, shared: bool, uses: Uses) -> int | None:
-    """Return how many upcasts of a value are left where its reader casts it up by itself; None if it does not.
-
-    It casts the value up by its `dtype=` argument, or promotes it beside an FP32 tensor of at least one dimension. Of
-    operands that may all be low one stays cast: rather one whose cast another reader needs anyway, as `promote` has it.
-    """
+    """Return how many upcasts of a value are left where its reader casts it up by itself; None if it does not."""
     row, simulation = row_of(reader), uses.simulation
     if absorbs_cast(reader, simulation.device):
         return 0

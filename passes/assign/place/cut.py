@@ -101,10 +101,7 @@ def solve(problem: Problem) -> set[Variable]:
 
 
 def blocks(problem: Problem) -> list[tuple[Problem, Variable | None]]:
-    """Split a problem into parts that share at most one variable, the leaves first; fixed sides separate them.
-
-    Each has its top, the one variable that it shares with a later part, which counts its cost; None for a root.
-    """
+    """Split a problem into parts, leaves first, each with the one variable that a later part shares, if any."""
     graph: nx.Graph[Variable] = nx.Graph()
     graph.add_nodes_from(problem.low)
     ties: list[PricedNet | tuple[Variable, Variable]] = [*problem.nets, *problem.implies]

@@ -163,11 +163,8 @@ def _leaves_gaps(simulation: Simulation, node: Node) -> bool:
 
 
 def _is_copied(value: Node, c: _Candidate) -> bool:
-    """Say whether what makes a value copies gradients that have gaps, as products do, or sums none.
-
-    A cast behind an op that joins tensors has gradients without gaps, and one before it has views of them. A norm sums
-    both in another order.
-    """
+    """Say whether what makes a value copies gradients that have gaps, as products do, or sums none."""
+    # A cast behind an op that joins tensors has gradients without gaps, and one before it has views of them.
     while row_of(value).commutes != "" and (values := ops.inputs(value)) and len(values) == 1:
         value = values[0]
     return value not in c.grads or not value.op.startswith("call") or row_of(value).kind(c.simulation.device) == LOW
