@@ -22,7 +22,7 @@ from .contract.plan import Decision
 from .contract.policy import Target
 from .contract.reasons import BODY, Reason
 from .graph.bodies import Border
-from .graph.notes import CAST_OPERAND, note, provenance
+from .graph.notes import CAST_OPERAND, provenance
 from .graph.values import LOW_DTYPES, Inference, ValueDtype, recast, run
 from .ops.rules import LOW
 from .runtime.casts import CAST, cast_floating
@@ -106,14 +106,14 @@ class Assignment:
     original: Mapping[Node, ValueDtype]  # the dtype every value had as captured
     returned: Mapping[Node, ValueDtype]  # the dtype that each output of the graph must have
     infer: Inference  # gives a node's output dtypes from those of its operands
-    # where `torch.autocast` was seen to give other dtypes than the rules say it does
+    # Where `torch.autocast` was seen to give other dtypes than the rules say it does.
     disagreements: tuple[str, ...] = ()
-    # the simulations of the bodies of higher-order ops, which their own passes carry out
+    # The simulations of the bodies of higher-order ops, which their own passes carry out.
     bodies: Mapping[Node, Any] = field(default_factory=dict)
-    # the dtype that autocast runs each node of `colours` in
+    # The dtype that autocast runs each node of `colours` in.
     autocast: Mapping[Node, torch.dtype] = field(default_factory=dict)
     decisions: tuple[Decision, ...] = ()  # the choices in the form of the plan
-    # nanoseconds that the cost model measured, by key of the call
+    # Nanoseconds that the cost model measured, by key of the call.
     timings: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -138,26 +138,16 @@ class Ensures(enum.Enum):
 
 @dataclass(frozen=True)
 class Unit:
-    """One graph on its way through the passes: that of the model, or the body of a higher-order op in it.
+    """One graph on its way through the passes: that of the model, or the body of a higher-order op in it."""
 
-    Attributes:
-        graph: as captured at first; changed in place.
-        attribute: resolves the target of a get_attr.
-        target: the device and the low dtype that it is compiled for.
-        border: the dtypes at its edges, and the graphs inside it.
-        index: its number in the plan.
-        simulated: for the body of a higher-order op, what its caller has decided for it.
-        assignment: what was decided; None before that.
-        inserted: the dtypes of each node that the present pass has inserted: as captured, and as it will have them.
-    """
-
-    graph: Graph
-    attribute: Callable[[str], Any]
-    target: Target
-    border: Border = field(default_factory=Border)
-    index: int = 0
-    simulated: Any = None
-    assignment: Assignment | None = None
+    graph: Graph  # as captured at first; changed in place
+    attribute: Callable[[str], Any]  # resolves the target of a get_attr
+    target: Target  # the device and the low dtype that it is compiled for
+    border: Border = field(default_factory=Border)  # the dtypes at its edges, and the graphs inside it
+    index: int = 0  # its number in the plan
+    simulated: Any = None  # for the body of a higher-order op, what its caller has decided for it
+    assignment: Assignment | None = None  # what was decided; None before that
+    # The dtypes of each node that the present pass has inserted: as captured, and as it will have them.
     inserted: dict[Node, tuple[ValueDtype, ValueDtype]] = field(default_factory=dict)
 
     @property
@@ -184,8 +174,7 @@ class Unit:
         """
         with self.graph.inserting_before(before):
             node = self.graph.call_function(op, args)
-        node.meta = provenance(before)
-        note(node, made_by=by)
+        node.meta = provenance(before, by)
         if op in (CAST, cast_floating):  # of which there are many: nothing has to be run
             node.meta |= {"val": args[0].meta["val"]} if "val" in args[0].meta else {}
         else:
@@ -221,15 +210,10 @@ class Unit:
 
 
 class Pass(Protocol):
-    """The interface of a pass.
+    """The interface of a pass."""
 
-    Attributes:
-        name: its name in reports, in plans and in `fxamp report --print-after`.
-        ensures: what has to be verified after it.
-    """
-
-    name: ClassVar[str]
-    ensures: ClassVar[Ensures]
+    name: ClassVar[str]  # its name in reports, in plans and in `fxamp report --print-after`
+    ensures: ClassVar[Ensures]  # what has to be verified after it
 
     def __call__(self, unit: Unit) -> dict[str, int] | Assignment:
         """Run over one graph; return how often each rewrite fired, or what was decided."""

@@ -1,7 +1,6 @@
 """Which values of a graph share storage, and what is written to.
 
-Analyses only; nothing here changes a graph. Values that may share storage count as sharing it. Only known writes count
-as writes: ask `may_write` too.
+Values that may share storage count as sharing it. Only known writes count as writes: ask `may_write` too.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class Body:
     """One graph inside a higher-order op."""
 
     module: GraphModule  # holds the graph and what its get_attr nodes refer to
-    # where in the call's arguments its operands begin; None when the border keeps the original dtypes
+    # Where in the call's arguments its operands begin; None when the border keeps the original dtypes.
     first: int | None
 
     @property
@@ -66,7 +66,7 @@ class Border:
 
     inputs: Dtypes = field(default_factory=dict)  # the dtypes of its placeholders, where they are not the original ones
     restore_outputs: bool = True  # its outputs have their original dtypes
-    # its outputs have the dtypes that autocast gives them, or wider ones: what reads them runs under autocast, outside
+    # Its outputs have the dtypes that autocast gives them, or wider ones: what reads them runs under autocast, outside
     # this graph. What the model makes low by itself keeps the dtype that is noted on it.
     autocast_outputs: bool = False
     bodies: dict[Node, list[Body]] = field(default_factory=dict)  # the graphs inside it
@@ -108,9 +108,6 @@ def _is_entered(node: Node, row: Rule, modules: dict[Node, GraphModule]) -> bool
 
 def is_pure(bodies: Iterable[Body]) -> bool:
     """Say whether none of these graphs writes to its inputs or returns one; its call then aliases no operand."""
-    return not any(_writes_or_returns_input(body.graph) for body in bodies)
-
-
-def _writes_or_returns_input(graph: Graph) -> bool:
-    outputs: Any = graph.output_node().all_input_nodes
-    return any(mutated_operands(n) for n in graph.nodes) or any(n.op == "placeholder" for n in outputs)
+    nodes = [n for body in bodies for n in body.graph.nodes]
+    returned = any(n.op == "placeholder" and any(u.op == "output" for u in n.users) for n in nodes)
+    return not returned and not any(map(mutated_operands, nodes))

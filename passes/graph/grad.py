@@ -69,10 +69,9 @@ def requires_grad(graph: Graph) -> frozenset[Node]:
 
 
 def shares_cast(mode: str, value: Node, reader: Node, by_rule_low: bool, grad: frozenset[Node]) -> bool:
-    """Say whether an op, or a cast before it, may read a cast of a value that another op reads.
+    """Say whether an op, or a cast before it, may read a cast of a value that another op reads, by `Policy.sharing`.
 
-    The modes are "always"; "weights" for parameters only; "never"; "storage" and "large storage" where autocast does
-    so, or no gradient flows. For ops that are low by rule autocast keeps the low copies of leaves, if its cache is on.
+    With "storage" autocast does so, or no gradient flows: it keeps the low copies of leaves, if its cache is on.
     """
     if mode.endswith("storage"):
         region = note_of(reader).region

@@ -31,38 +31,31 @@ CastMeaning = Literal["", "literal", "autocast", "baked"]
 class Origin:
     """What a front end knows of one node that the graph itself does not show; what it does not know is empty, or None.
 
-    Attributes:
-        region: The autocast region in the model's own code that contains it.
-        role: Of an input: "parameter" or "buffer" (any other tensor) of the model, "leaf": detached by a reentrant
-            checkpoint, or "number": a number that Dynamo made a tensor of.
-        constant: The number that a buffer of 0 dimensions holds, if that is known.
-        cast: For a cast: "literal"; "autocast", if the program has this dtype under autocast; or "baked", if nothing is
-            known but the dtype.
-        read: For a cast, or a factory: the dtype that the program reads at this place under autocast.
-        dtype_argument: The low dtype that the user's code passed as an argument, for which there is now a cast.
-        autocast: The dtypes of its value under autocast, if they were seen.
-        under_autocast: The call runs under autocast, whatever its rule says: its values are jagged, or in a transform.
-        low_of_its_own: For an output: its low dtype, if the model itself makes it low without autocast.
-        leaves: An output of the model, and not only of one of its graphs: it leaves in its original dtype.
-        leaves_as: For such an output: its dtype in the model itself, if more is known of it than of other values.
-        fused: Eager evaluation runs the call inside a fused kernel, which rounds in other places.
-
     Raises:
         ValueError: there is no such role, or no such meaning of a cast.
     """
 
-    region: Region | None = None
+    region: Region | None = None  # the autocast region in the model's own code that contains it
+    # Of an input: "parameter" or "buffer" (any other tensor) of the model, "leaf": detached by a reentrant checkpoint,
+    # or "number": a number that Dynamo made a tensor of.
     role: Role = ""
-    constant: float | None = None
+    constant: float | None = None  # the number that a buffer of 0 dimensions holds, if that is known
+    # For a cast: "literal"; "autocast", if the program has this dtype under autocast; or "baked", if nothing is known
+    # but the dtype.
     cast: CastMeaning = ""
+    # For a cast, or a factory: the dtype that the program reads at this place under autocast.
     read: torch.dtype | None = None
+    # The low dtype that the user's code passed as an argument, for which there is now a cast.
     dtype_argument: torch.dtype | None = None
-    autocast: Any = None
+    autocast: Any = None  # the dtypes of its value under autocast, if they were seen
+    # The call runs under autocast, whatever its rule says: its values are jagged, or in a transform.
     under_autocast: bool = False
+    # For an output: its low dtype, if the model itself makes it low without autocast.
     low_of_its_own: torch.dtype | None = None
-    leaves: bool = False
+    leaves: bool = False  # an output of the model, and not only of one of its graphs: it leaves in its original dtype
+    # For such an output: its dtype in the model itself, if more is known of it than of other values.
     leaves_as: torch.dtype | None = None
-    fused: bool = False
+    fused: bool = False  # eager evaluation runs the call inside a fused kernel, which rounds in other places
 
     def __post_init__(self) -> None:
         for field, value, legal in (("role", self.role, Role), ("cast", self.cast, CastMeaning)):
@@ -144,18 +137,18 @@ def is_ours(node: Node) -> bool:
 # How a node that a pass makes inherits notes.
 
 
-def provenance(node: Node) -> dict[str, Any]:
-    """Return the part of a node's meta that says where it comes from."""
-    inherited = Note(region=note_of(node).region, fused=note_of(node).fused)
+def provenance(node: Node, by: str = "") -> dict[str, Any]:
+    """Return the meta of a node that a rewrite, as "pass/rewrite", makes of this one: it says where both come from."""
+    inherited = Note(region=note_of(node).region, fused=note_of(node).fused, made_by=by)
     places = {k: node.meta[k] for k in ("nn_module_stack", "stack_trace") if k in node.meta}
     return places | ({NOTE: inherited} if inherited != _NOTHING else {})
 
 
-def move_to(node: Node, other: Node) -> None:
-    """Copy the provenance of another node to a node; the rest of its meta stays."""
+def move_to(node: Node, other: Node, by: str) -> None:
+    """Say of a node that a rewrite made it of another one; the rest of its meta stays."""
     for key in ("nn_module_stack", "stack_trace", NOTE):
         node.meta.pop(key, None)
-    node.meta |= provenance(other)
+    node.meta |= provenance(other, by)
 
 
 def note_origins(graph: Graph, attribute: Callable[[str], Any], origins: Mapping[Node, Origin]) -> None:
@@ -164,10 +157,12 @@ def note_origins(graph: Graph, attribute: Callable[[str], Any], origins: Mapping
     Raises:
         CaptureError: an input or a call has no origin.
     """
-    for node in graph.nodes:
-        origin = _of_attribute(attribute(str(node.target))) if node.op == "get_attr" else origins.get(node)
-        if node.op == "output":
-            continue
+    for node in (n for n in graph.nodes if n.op != "output"):
+        origin = origins.get(node)
+        if node.op == "get_attr":
+            value = attribute(str(node.target))
+            buffer = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+            origin = buffer_origin(value) if buffer else Origin()
         if not isinstance(origin, Origin):
             raise CaptureError(
                 f"node '{node.name}' has no Origin: whoever captured the graph gives compile_graph one for every input "
@@ -175,8 +170,3 @@ def note_origins(graph: Graph, attribute: Callable[[str], Any], origins: Mapping
             )
         leaf = type(attribute(str(node.target))).__name__ if node.op == "call_module" else ""
         note(node, **{field.name: getattr(origin, field.name) for field in fields(Origin)}, leaf=leaf)
-
-
-def _of_attribute(value: Any) -> Origin:
-    buffer = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
-    return buffer_origin(value) if buffer else Origin()

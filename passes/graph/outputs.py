@@ -1,7 +1,4 @@
-"""The outputs of a graph: which of them others are computed from, and which are views of one storage.
-
-An analysis only; nothing here changes a graph.
-"""
+"""The outputs of a graph: which of them others are computed from, and which are views of one storage."""
 
 from __future__ import annotations
 
@@ -20,14 +17,7 @@ from .values import dtypes_of, is_floating
 
 
 class Outputs:
-    """Some outputs of a graph, as it is when this is made.
-
-    Attributes:
-        families: The outputs that share a storage as views, in the order of the graph, by what all of them view.
-        readers: For each output, the nodes that read it after its last write, and through which gradients of another
-            output reach it. An output that is a view of it is no reader.
-        aliases: Which values share storage.
-    """
+    """Some outputs of a graph, as it is when this is made."""
 
     def __init__(self, graph: Graph, values: Iterable[Node]) -> None:
         self._nodes: list[Node] = list(graph.nodes)
@@ -36,7 +26,9 @@ class Outputs:
         self._names: dict[Node, list[Node]] = defaultdict(list)
         for node in self._nodes:
             self._names[tensor_of(node)].append(node)
+        # The outputs that share a storage as views, in the order of the graph, by what all of them view.
         self.families: dict[Node, list[Node]] = defaultdict(list)
+        # For each output, who reads it after its last write and passes gradients of another output on to it; no view.
         self.readers: dict[Node, list[Node]] = {}
         self._between: set[Node] = set()  # the views between an output and another one that it is a view of
         for value in (n for n in self._nodes if n in chosen):

@@ -1,7 +1,4 @@
-"""The values of a graph: where each comes from, and its dtype.
-
-Analyses only; nothing here changes a graph. What values alias is in `aliases.py`.
-"""
+"""The values of a graph: where each comes from, and its dtype."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.fx import Graph, Node
 
 from .._torch import FakeTensor, FakeTensorMode, pytree, runs_its_forward_alone
-from ..graph.notes import OPEN, note, provenance
+from ..graph.notes import OPEN, provenance
 from ..runtime import rnn
 
 _FUNCTIONS: dict[type[nn.RNNBase], Callable[..., Any]] = {nn.LSTM: rnn.lstm, nn.GRU: rnn.gru, nn.RNN: rnn.rnn}
@@ -36,8 +36,7 @@ def open_layers(graph: Graph, attribute: Callable[[str], Any], whole: Container[
         with graph.inserting_before(node):
             weights = [_weight(graph, node, layer, name, mode) for name, _ in layer.named_parameters()]
             opened = graph.call_function(_FUNCTIONS[type(layer)], (*call.args, weights, *_settings(layer)))
-        opened.meta = {**provenance(node), "val": node.meta["val"]}
-        note(opened, made_by=OPEN)
+        opened.meta = {**provenance(node, OPEN), "val": node.meta["val"]}
         node.replace_all_uses_with(opened)
         graph.erase_node(node)
         edits += 1
@@ -61,8 +60,7 @@ def _mode_of(node: Node) -> FakeTensorMode | None:
 
 def _weight(graph: Graph, node: Node, layer: nn.RNNBase, name: str, mode: FakeTensorMode) -> Node:
     weight = graph.get_attr(f"{node.target}.{name}")
-    weight.meta = {**provenance(node), "val": mode.from_tensor(getattr(layer, name), static_shapes=True)}
-    note(weight, made_by=OPEN)
+    weight.meta = {**provenance(node, OPEN), "val": mode.from_tensor(getattr(layer, name), static_shapes=True)}
     return weight
 
 

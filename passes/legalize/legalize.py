@@ -122,8 +122,7 @@ def cast_before_norms(graph: Graph) -> int:
         value: Any = node.args[0] if node.args else next(ops.operands(node)).node
         with graph.inserting_before(node):
             cast = graph.call_method("to", (value, dtype))
-        cast.meta = provenance(node)
-        note(cast, made_by=CAST_NORM)
+        cast.meta = provenance(node, CAST_NORM)
         if isinstance(gives := dtypes_of(node.meta.get("val")), torch.dtype):
             cast.meta["val"] = retyped(value.meta.get("val"), gives)
         names = ops.names_of(node)
@@ -144,46 +143,31 @@ def split_losses(graph: Graph, whole: Container[Node] = ()) -> int:
     Before: cross_entropy_loss(logits: [N, V], target)
     After:  picked = nll_loss(log_softmax(logits), target, reduction none); to(picked: [N], f32).sum() / count
     """
-    losses = [n for n in graph.nodes if row_of(n).splits and _is_plain(n) and n not in whole]
-    for node in losses:
-        _split(graph, node)
-    return len(losses)
+    losses = [n for n in graph.nodes if row_of(n).splits and n not in whole]
+    return sum(_split(graph, node) for node in losses)
 
 
-def _is_plain(node: Node) -> bool:
-    logits, target = (v.meta.get("val") if isinstance(v, Node) else None for v in _logits_and_target(node))
-    if not isinstance(logits, FakeTensor) or not isinstance(target, FakeTensor):
+def _split(graph: Graph, node: Node) -> bool:
+    """Split a loss, if it is of the kind that can be split, and say whether it was."""
+    logits = ops.argument(node, "self", ops.argument(node, "input"))  # as torch.nn.functional calls them
+    target, ignored = ops.argument(node, "target"), ops.argument(node, "ignore_index", -100)
+    scores, classes = (v.meta.get("val") if isinstance(v, Node) else None for v in (logits, target))
+    if not isinstance(scores, FakeTensor) or not isinstance(classes, FakeTensor):
         return False
-    smooth = ops.argument(node, "label_smoothing", 0.0)
-    plain = ops.argument(node, "weight") is None and equals(smooth, 0)
-    plain = plain and _reduction(node) is not None and not {"size_average", "reduce"} & node.kwargs.keys()
-    # The loss of other logits has another dtype than FP32, and the program may read that dtype.
-    return plain and logits.dtype == torch.float32 and logits.dim() == 2 and not target.is_floating_point()
-
-
-def _logits_and_target(node: Node) -> tuple[Any, Any]:
-    # torch.nn.functional calls the first one otherwise.
-    return ops.argument(node, "self", ops.argument(node, "input")), ops.argument(node, "target")
-
-
-def _reduction(node: Node) -> int | None:
-    """Return the number of a reduction; None if it is not known."""
     reduction = ops.argument(node, "reduction", _MEAN)
-    number = REDUCTIONS.index(reduction) if reduction in REDUCTIONS else reduction  # torch.nn.functional has names
-    return number if isinstance(number, int) else None
-
-
-def _split(graph: Graph, node: Node) -> None:
-    logits, target = _logits_and_target(node)
-    reduction, ignored = _reduction(node), ops.argument(node, "ignore_index", -100)
+    reduction = REDUCTIONS.index(reduction) if reduction in REDUCTIONS else reduction  # torch.nn.functional has names
+    plain = ops.argument(node, "weight") is None and equals(ops.argument(node, "label_smoothing", 0.0), 0)
+    plain = plain and isinstance(reduction, int) and not {"size_average", "reduce"} & node.kwargs.keys()
+    # The loss of other logits has another dtype than FP32, and the program may read that dtype.
+    if not plain or scores.dtype != torch.float32 or scores.dim() != 2 or classes.is_floating_point():
+        return False
 
     def call(op: Any, *args: Any, **kwargs: Any) -> Node:
         with graph.inserting_before(node):
             part = graph.call_function(op, args, kwargs)
-        part.meta = provenance(node)
-        note(part, made_by=SPLIT_LOSS)
+        part.meta = provenance(node, SPLIT_LOSS)
         values, named = torch.fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        with logits.meta["val"].fake_mode, torch.no_grad():
+        with scores.fake_mode, torch.no_grad():
             part.meta["val"] = op(*values, **named)
         return part
 
@@ -193,6 +177,7 @@ def _split(graph: Graph, node: Node) -> None:
         result = call(aten.div.Tensor, result, call(aten.sum.default, call(aten.ne.Scalar, target, ignored)))
     node.replace_all_uses_with(result)
     graph.erase_node(node)
+    return True
 
 
 def decompose_composites(graph: Graph, device: str, low: torch.dtype | None = None, whole: Container[Node] = ()) -> int:
@@ -212,8 +197,7 @@ def decompose_composites(graph: Graph, device: str, low: torch.dtype | None = No
         with graph.inserting_before(node):
             new, result = copy_body(graph, body, node.all_input_nodes)
         for inner in new:
-            move_to(inner, node)
-            note(inner, made_by=DECOMPOSE)
+            move_to(inner, node, DECOMPOSE)
         if result in new:  # in a region of the author's its dtype is another one than the trace gave
             result.meta["val"] = node.meta["val"]
         put_in_place(graph, node, result)
