@@ -29,17 +29,7 @@ from ..graph.aliases import Aliases
 from ..graph.grad import is_leaf, requires_grad
 from ..graph.notes import note_of
 from ..graph.outputs import Outputs, views_of
-from ..graph.values import (
-    Dtypes,
-    Inference,
-    first_float,
-    is_floating,
-    keys,
-    module_path,
-    module_types,
-    original_dtypes,
-    source,
-)
+from ..graph.values import Inference, first_float, is_floating, keys, module_path, original_dtypes, source
 from ..ops import ops
 from ..ops.rules import KEEP, LOW, is_registered, row_of
 from .colour.decide import AutocastRules, PolicyRules
@@ -77,8 +67,9 @@ class AssignPrecision:
 
     def _assigned(self, unit: Unit, plan: Plan | None) -> Assignment:
         """Colour every node that touches a floating value; `plan` has the colours of free values to take."""
-        graph, policy, original = unit.graph, self.policy, original_dtypes(unit.graph, unit.attribute)
+        graph, policy = unit.graph, self.policy
         if not policy.level.rounds:
+            original = original_dtypes(graph, unit.attribute)
             returned = {n: original[n] for n in graph.output_node().all_input_nodes}
             colours: Colours = {
                 n: Choice(dtype, Reason(Code.AS_WRITTEN, "nothing is rounded", KEEP))
@@ -92,30 +83,27 @@ class AssignPrecision:
                 "default."
             )
         refuse_untold_writes(graph, unit.target.device)
-        simulation = unit.simulated or _simulation(unit, policy, original)
+        simulation = unit.simulated or _simulation(unit, policy)
         costs = self.costs or ByteCosts(unit.target.device)
         colours, dtypes, timings = choose_storage(simulation, costs, plan)
         colours = _named(simulation, saturate(simulation, colours, dtypes))
         reference: Any = simulation.reference
         assignment = Assignment(
-            colours, dtypes, original, simulation.returned(), simulation.infer,
+            colours, dtypes, simulation.original, simulation.returned(), simulation.infer,
             (*_disagreements(graph, reference), *_false_claims(simulation)), simulation.bodies,
             {n: c.dtype for n, c in reference.colours.items()}, timings=timings,
         )  # fmt: skip
         return replace(assignment, colours=_outputs_named(graph, assignment))
 
 
-def _simulation(unit: Unit, policy: Policy, original: Dtypes) -> Simulation:
+def _simulation(unit: Unit, policy: Policy) -> Simulation:
     """Return what the policy decides before any value is placed, beside what autocast does."""
-    graph, infer, border, aliases = unit.graph, Inference(), unit.border, Aliases(unit.graph)
-    autocast, rules, target = AutocastRules(), PolicyRules(policy.level), unit.target
-    reference = Simulation(autocast, Policy("O1"), target, graph, original, infer, aliases, border=border)
-    autocast.settle(reference)
-    simulation = Simulation(
-        rules, policy, target, graph, original, infer, aliases,
-        stacks=module_types(graph), border=border, reference=reference,
-    )  # fmt: skip
-    rules.settle(simulation)
+    graph, original = unit.graph, original_dtypes(unit.graph, unit.attribute)
+    shared = unit.target, graph, original, Inference(), Aliases(graph), unit.border
+    reference = Simulation(AutocastRules(), Policy("O1"), *shared)
+    reference.rules.settle(reference)
+    simulation = Simulation(PolicyRules(policy.level), policy, *shared, reference)
+    simulation.rules.settle(simulation)
     return simulation
 
 
@@ -145,10 +133,7 @@ def _false_claims(simulation: Simulation) -> tuple[str, ...]:
 
 
 def _named(simulation: Simulation, colours: Colours) -> Colours:
-    """Return the decisions with the ops named that autocast's own kernels or sums differ from, and with ranges.
-
-    Eager evaluation fuses ops, a checkpoint casts a weight again, and autocast an input for each direction of an LSTM.
-    """
+    """Return the decisions with the ops named that autocast's own kernels or sums differ from, and with ranges."""
     named, policy = dict(colours), simulation.policy
     sums = policy.level.is_autocasts and policy.sharing.endswith("storage")
     grad = requires_grad(simulation.graph) if sums else frozenset()

@@ -39,20 +39,10 @@ from ...ops import numbers, ops
 from ...ops.facts import accumulates, facts_of, lacks_low, rule_of
 from ...ops.rules import BANNED, COMPOSITE, FOLLOW, FP32, KEEP, LOW, PROMOTE, row_of
 from .extremes import converts
-from .kernels import (
-    all_to,
-    castable,
-    fit_kernel,
-    fit_numbers,
-    keep,
-    lacks_low_kernel,
-    natural,
-    operand_casts,
-    results_under_autocast,
-)
+from .kernels import all_to, castable, fit_kernel, fit_numbers, keep, lacks_low_kernel, natural, operand_casts
 from .retained import retained
 from .simulate import Simulation, Site
-from .user_casts import Intent, meaning, observed, uncopied_without_grad
+from .user_casts import meaning, observed, uncopied_without_grad
 
 
 def site_of(run: Simulation, node: Node, floats: Iterable[ops.Operand]) -> Site:
@@ -83,7 +73,12 @@ def decide(run: Simulation, site: Site) -> Choice | None:
 def _user_cast(run: Simulation, site: Site) -> Choice | None:
     """Colour a user cast; a cast to a dtype that is not floating has no colour."""
     node = site.node
-    intent = _intent(run, node)
+    forced = module_override(run.policy, run.stacks.get(node, ()))
+    # What was read under autocast does not count if the policy forces FP32.
+    read = None if forced is not None and forced.colour == "fp32" else note_of(node).read
+    written = run.aliases.find(node) in run.pinned  # then a cast that was no copy must stay none
+    exact = written or not run.policy.level.stores_low
+    intent = meaning(node, run.original, run.dtypes, read, exact=exact)
     if intent.dtype is None or not intent.dtype.is_floating_point:
         return None
     if intent.literal and intent.dtype == torch.float32:
@@ -97,18 +92,10 @@ def _user_cast(run: Simulation, site: Site) -> Choice | None:
         reason = site.of_kind(FOLLOW if intent.free else CAST).says(intent.reason)
         return Choice(intent.dtype, reason, edits)
     if not numbers.is_lowest(number):
-        reason = Reason(Code.LITERAL, "a number does not fit the low dtype", CAST)
+        reason = Reason(Code.LITERAL, Code.LITERAL.meaning, CAST)
         return Choice(torch.float32, reason, (SetDtype(torch.float32),))
     reason = Reason(Code.LITERAL, "finfo(float32).min becomes the minimum of the low dtype", CAST)
     return Choice(intent.dtype, reason, (*edits, Clamp(value.place)))
-
-
-def _intent(run: Simulation, node: Node) -> Intent:
-    """Return what a cast means; a dtype read under autocast does not count if the policy forces FP32."""
-    forced = module_override(run.policy, run.stacks.get(node, ())) if run.policy.modules else None
-    observed = None if forced is not None and forced.colour == "fp32" else note_of(node).read
-    written = run.aliases.find(node) in run.pinned  # then a cast that was no copy must stay none
-    return meaning(node, run.original, run.dtypes, observed, exact=written or not run.policy.level.stores_low)
 
 
 def _as_read(run: Simulation, site: Site) -> Choice | None:
@@ -161,7 +148,7 @@ def overridden(run: Simulation, site: Site) -> Choice | None:
         return None
     policy = run.policy
     override = op_override(policy, run.named.get(site.node, ""))
-    override = override or (module_override(policy, run.stacks.get(site.node, ())) if policy.modules else None)
+    override = override or module_override(policy, run.stacks.get(site.node, ()))
     override = override or op_override(policy, ops.name(site.node))
     if override is None:
         return None
@@ -212,12 +199,10 @@ def without_kernel(run: Simulation, site: Site) -> Choice:
 
 
 def _low(run: Simulation, site: Site) -> Choice:
-    """Colour a `low` op low, unless the user upcast all operands, or all hold numbers out of the low range."""
-    floats, low = site.floats, site.low
-    cast = [o for o in floats if castable(run, o, site.row, low)]
-    if not cast:
+    """Colour a `low` op low, if it has an operand that may be cast."""
+    if not any(castable(run, o, site.row, site.low) for o in site.floats):
         return natural(run, site, Code.NO_OPERAND("no operand is cast"), final=True)
-    return run.rules.exempt(run, site, cast) or all_to(run, site, low, Code.LOW(site.row.reason))
+    return all_to(run, site, site.low, Code.LOW(site.row.reason))
 
 
 def fp32(run: Simulation, site: Site, why: Reason | None = None) -> Choice:
@@ -334,11 +319,13 @@ class AutocastRules:
         """Run over a graph, as often as it takes."""
         run.run()
 
-    def choose(self, run: Simulation, node: Node, floats: list[ops.Operand]) -> tuple[Choice, ValueDtype] | None:
-        """Return the choice for a call, and the dtypes of its results; None if there is nothing to choose."""
+    def visit(self, run: Simulation, node: Node, floats: list[ops.Operand]) -> None:
+        """Decide on a call, if there is anything to decide, and set its choice and the dtypes of its results."""
         site = site_of(run, node, floats)
-        choice = decide(run, site)
-        return None if choice is None else self.fit(run, site, choice)
+        if (decided := decide(run, site)) is not None:
+            choice, run.dtypes[node] = self.fit(run, site, decided)
+            causes = tuple(o.node for o in floats if o.node in run.colours)
+            run.colours[node] = replace(choice, reason=replace(choice.reason, causes=causes))
 
     def decide(self, run: Simulation, site: Site) -> Choice:
         """Return the choice for a call that is neither a user cast nor a write."""
@@ -348,18 +335,10 @@ class AutocastRules:
             return choice or KINDS[FOLLOW](run, site.of_kind(FOLLOW))
         return choice or KINDS[site.kind](run, site)
 
-    def exempt(self, run: Simulation, site: Site, cast: Sequence[ops.Operand]) -> Choice | None:
-        """Return the choice for a call whose rule is `low`, but which does not run low; `cast` are operands to cast."""
-        return None
-
     def whole(self, run: Simulation, site: Site) -> Choice | None:
         """Return the choice to run a call under autocast as it is; None if its operands cannot be as they are there."""
         choice = natural(run, site, _WHOLE).edited(_region(run, site.node))
         return replace(choice, dtype=first_float(note_of(site.node).autocast) or choice.dtype)
-
-    def results(self, run: Simulation, node: Node) -> ValueDtype:
-        """Return the dtypes that a call gives that runs under autocast as it is."""
-        return results_under_autocast(run, node)
 
     def fit(self, run: Simulation, site: Site, choice: Choice) -> tuple[Choice, ValueDtype]:
         """Return a choice as kernel and numbers force it to be, and the dtypes of the results."""
@@ -401,7 +380,7 @@ class PolicyRules(AutocastRules):
         if site.node in run.retained:
             return fp32(run, site, run.retained[site.node])
         if self.level.stores_low:
-            site = self._at_level(run, site)
+            site = site.of_kind(self._kind(run, site))
             if site.kind in (PROMOTE, FOLLOW) and not moves_written(run, site) and _lowers(run, site):
                 code = Code.O3_LOW if self.level.rounds_sensitive else Code.O2_LOW
                 return all_to(run, site, site.low, code("not sensitive, and an operand is low"))
@@ -411,10 +390,13 @@ class PolicyRules(AutocastRules):
         kept = site.kind in (KEEP, BANNED, COMPOSITE) and run.policy.unknown_ops == "autocast"
         kept |= site.kind == LOW and self.level.is_autocasts and casts_again(run, site.node)
         whole = self.whole(run, site) if kept and (site.kind == LOW or runs_whole(site)) else None
-        return whole or KINDS[site.kind](run, site)
+        return whole or (self._exempt(run, site) if site.kind == LOW else None) or KINDS[site.kind](run, site)
 
-    def exempt(self, run: Simulation, site: Site, cast: Sequence[ops.Operand]) -> Choice | None:
+    def _exempt(self, run: Simulation, site: Site) -> Choice | None:
         """Leave a `low` op FP32 whose operands the user upcast, or that reads nothing but numbers out of range."""
+        cast = [o for o in site.floats if castable(run, o, site.row, site.low)]
+        if not cast:
+            return None
         if site.low == run.low and any(_is_cast_to_the_other(run, o.node, site.low) for o in cast):
             why = Code.USER_CAST("your code casts an operand to the other low dtype")  # and no region asks for it
             return all_to(run, site, torch.float32, why, final=True)
@@ -443,10 +425,6 @@ class PolicyRules(AutocastRules):
         dtype = first_float(run.under_autocast(site.node)) or torch.float32
         return Choice(dtype, _WHOLE, (*casts, _region(run, site.node)))
 
-    def results(self, run: Simulation, node: Node) -> ValueDtype:
-        """Return the dtypes that autocast gives."""
-        return run.under_autocast(node)
-
     def fit(self, run: Simulation, site: Site, choice: Choice) -> tuple[Choice, ValueDtype]:
         """Fit a choice to the numbers that an op reads too; what makes complex numbers of 16 bits keeps its dtypes."""
         node, (choice, results) = site.node, fit_kernel(run, site.node, choice)
@@ -469,22 +447,17 @@ class PolicyRules(AutocastRules):
         if moves and floats and all(o.node in run.upcast for o in floats):
             run.upcast.add(node)
 
-    def _at_level(self, run: Simulation, site: Site) -> Site:
-        """Return a call with the kind that a level beyond autocast gives it."""
-        values = [o.node for o in site.floats]
-        if values and all(run.dtypes[n] in LOW_DTYPES and run.dtypes[n] != site.low for n in values):
-            return site  # all of it is in the other low dtype, which the user chose: there are no bytes to save
-        extreme = any(n in run.extremes.values for n in values) or converts(site.node, run.dtypes)
-        return site.of_kind(self._kind(run, site, extreme))
-
-    def _kind(self, run: Simulation, site: Site, extreme: bool) -> str:
-        """Return the kind of a call at O2 or O3; `extreme` says that an operand holds what the low dtype cannot."""
-        node, row, kind = site.node, site.row, site.kind
-        if kind in (LOW, KEEP, BANNED, COMPOSITE):
+    def _kind(self, run: Simulation, site: Site) -> str:
+        """Return the kind of a call at a level beyond autocast."""
+        node, row, kind, values = site.node, site.row, site.kind, [o.node for o in site.floats]
+        # All of it may be in the other low dtype, which the user chose: then there are no bytes to save.
+        other = bool(values) and all(run.dtypes[n] in LOW_DTYPES and run.dtypes[n] != site.low for n in values)
+        if other or kind in (LOW, KEEP, BANNED, COMPOSITE):
             return kind
         if lacks_low(node, row, run.device) or row.no_low_backward:
             return FP32
         several = PROMOTE if kind == PROMOTE or len(site.floats) > 1 else FOLLOW
+        extreme = any(n in run.extremes.values for n in values) or converts(node, run.dtypes)
         if self.level.rounds_sensitive and not extreme:
             return LOW if row.gives in ("float", "first") and not row.commutes else several
         if row.loss:  # FP32, except a loss that only selects values

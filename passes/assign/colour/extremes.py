@@ -26,25 +26,16 @@ from ...ops.rules import Rule, row_of
 
 
 class Extremes:
-    """The known ranges of the values of one graph, learned node by node.
-
-    Attributes:
-        values: values that must be read in FP32.
-        lowest: those of them that are out of range only because of `finfo(float32).min`, as in the fill of a mask.
-        fixed: values computed only from buffers, constants and integers.
-        constants: tensors of no dimension that hold a known number.
-        unknown: those of which nothing can be asked, as what NumPy's numbers become.
-        ranges: for each of the values the buffers that put it there, with what they hold: "mask: -1e+09".
-    """
+    """The known ranges of the values of one graph, learned node by node."""
 
     def __init__(self, low: torch.dtype) -> None:
         self.low = low
-        self.values: set[Node] = set()
-        self.lowest: set[Node] = set()
-        self.fixed: set[Node] = set()
-        self.constants: dict[Node, Number] = {}
-        self.unknown: set[Node] = set()
-        self.ranges: dict[Node, tuple[str, ...]] = {}
+        self.values: set[Node] = set()  # those that must be read in FP32
+        self.lowest: set[Node] = set()  # those of them beyond the range only by `finfo(float32).min`, as of a mask
+        self.fixed: set[Node] = set()  # those computed only from buffers, constants and integers
+        self.constants: dict[Node, Number] = {}  # tensors of no dimension that hold a known number
+        self.unknown: set[Node] = set()  # those of which nothing can be asked, as what NumPy's numbers become
+        self.ranges: dict[Node, tuple[str, ...]] = {}  # the buffers that put a value there, as "mask: -1e+09"
         self._tiny: set[Node] = set()  # values such as x + eps, and copies of them, but not 1 / (x + eps)
         self._ends: dict[Node, list[Number]] = {}  # the numbers of a torch.arange
 
@@ -81,7 +72,11 @@ class Extremes:
         number = self.constants.get(moved[0]) if moved else None
         if number is not None or filled:
             self._is_constant(node, literals[0] if number is None else number)
-        elif self._is_tiny(row, operands, literals) or (moved and not self._tiny.isdisjoint(operands)):
+        elif (
+            has_tiny(row, literals, self.low)
+            or not self.unknown.isdisjoint(operands)
+            or (moved and not self._tiny.isdisjoint(operands))
+        ):
             self._tiny.add(node)
             self.values.add(node)
         elif not self._is_scaled(row, operands, literals):
@@ -91,9 +86,6 @@ class Extremes:
                 self.values.add(node)
         if node in self.values:
             self.ranges[node] = self.ranges_of(operands)
-
-    def _is_tiny(self, row: Rule, operands: list[Node], literals: list[Number]) -> bool:
-        return has_tiny(row, literals, self.low) or not self.unknown.isdisjoint(operands)
 
     def ranges_of(self, values: Iterable[Node]) -> tuple[str, ...]:
         """Return what buffers hold that makes some of these values extreme, each once."""

@@ -1,11 +1,9 @@
 """Which operands of a node are cast, what the kernels of a device take, and how a choice is fitted to them.
 
 `all_to` casts all operands to one dtype, `natural` casts only if the kernel rejects mixed dtypes, `keep` casts back to
-the captured dtypes. If it is not known beforehand whether a device has a low kernel for an op, it is tried once.
-Recurrent layers in FP16 need a CPU with FP16 arithmetic; a kernel may lack one of the two low dtypes for some
-arguments; and nothing says which dtypes a custom op accepts. A choice gives the dtypes of the results too: the op is
-run on fake tensors, with its operands cast as the choice says. Of the Python numbers of a low node FP32's bounds become
-those of the low dtype; others keep the node FP32.
+the captured dtypes. If it is not known beforehand whether a device has a low kernel for an op, it is tried once, as
+recurrent layers in FP16 are, which need a CPU with FP16 arithmetic, and custom ops. A choice gives the dtypes of the
+results too: the op is run on fake tensors, with its operands cast as the choice says.
 
 Before: add(a: bf16, b: f32)        After: all_to(bf16): b is cast; natural: none; keep, where a was f32: a is cast
 Before: masked_fill(scores: bf16, mask, -3.4028e+38)        After: masked_fill(scores: bf16, mask, -3.3895e+38)
@@ -160,9 +158,6 @@ def _call(node: Node, values: dict[Node, object]) -> None:
         run_first_step(node, values.__getitem__)
 
 
-_UNFIT = "a number does not fit the low dtype"
-
-
 def fit_kernel(run: Simulation, node: Node, choice: Choice) -> tuple[Choice, ValueDtype]:
     """Return a choice as the kernel of the op forces it to be, and the dtypes of the results.
 
@@ -185,7 +180,7 @@ def _result_dtypes(run: Simulation, node: Node, choice: Choice) -> ValueDtype:
     if choice.reason.kind == CAST or choice.has(SetDtype):
         return choice.dtype
     if choice.has(UnderAutocast):
-        return run.rules.results(run, node)
+        return _results_under_autocast(run, node) if run.reference is None else run.under_autocast(node)
     casts = choice.casts
     wanted = {o.node: casts[o.place] for o in ops.operands(node) if o.place in casts}
     keeps = choice.reason.kind in (KEEP, COMPOSITE)
@@ -196,7 +191,7 @@ def _result_dtypes(run: Simulation, node: Node, choice: Choice) -> ValueDtype:
     return run.infer(node, lambda n: wanted.get(n, run.dtypes[n]))
 
 
-def results_under_autocast(run: Simulation, node: Node) -> ValueDtype:
+def _results_under_autocast(run: Simulation, node: Node) -> ValueDtype:
     """Return the dtypes that a call gives under autocast: as capture saw them, or as its fake kernel has them."""
     observed: ValueDtype = note_of(node).autocast
     if observed is not None or row_of(node).higher_order:
@@ -246,7 +241,7 @@ def fit_numbers(run: Simulation, site: Site, choice: Choice, dtypes: ValueDtype)
     unknown = any(o.node in run.extremes.unknown for o in site.floats)
     if mended is None or (run.policy.level.stores_low and (unknown or numbers.has_tiny(site.row, literals, low))):
         is_open = unknown or any(map(numbers.is_open, (*literals, *fills.values())))
-        text = "a number that data decides, or a size, may not fit the low dtype" if is_open else _UNFIT
+        text = "a number that data decides, or a size, may not fit the low dtype" if is_open else Code.LITERAL.meaning
         return _in_fp32(run, site, choice, dtypes, Code.LITERAL(text))
     if mended or clamped:
         why = choice.reason.because(Code.LITERAL("finfo(float32).min becomes the minimum of the low dtype"))

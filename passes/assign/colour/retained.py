@@ -69,25 +69,17 @@ def _before(nodes: Iterator[Node], fp32: Mapping[Node, None]) -> set[Node]:
 
 
 def _small(fp32: dict[Node, None]) -> set[Node]:
-    """Return small values that are computed, and the terms of their sums, which nothing else reads.
-
-    A value that is only moved is as well cast behind the move. The kernels of losses have rules of their own. Of a
-    graph without a dynamic dimension any may be the batch's, as in a step that is compiled for its sizes: its plan is
-    that of a view if one element alone is small.
-    """
+    """Return small values that are computed, not moved, and the terms of their sums, which nothing else reads."""
     inputs = next(iter(fp32)).graph.find_nodes(op="placeholder") if fp32 else []
     values = (n.meta.get("val", n.meta.get("example_value")) for n in inputs)
-    dynamic = any(isinstance(v, torch.SymInt) or _is_dynamic(v) for v in values)
-    most = SMALL if dynamic else 1
+    sizes = (size for v in values for size in (v.shape if isinstance(v, Tensor) else [v]))
+    # Without a dynamic dimension any may be the batch's, as in a step that is compiled for its sizes.
+    most = SMALL if any(isinstance(size, torch.SymInt) for size in sizes) else 1
     out = {n for n in fp32 if row_of(n).commutes == "" and _size(n) <= most}
     for node in reversed(fp32):
         if node.users and all(reader in out and not row_of(reader).loss for reader in node.users):
             out.add(node)
     return out
-
-
-def _is_dynamic(value: object) -> bool:
-    return isinstance(value, Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape)
 
 
 def _size(node: Node) -> float:

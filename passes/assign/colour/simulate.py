@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,9 +40,6 @@ from .extremes import Extremes
 if TYPE_CHECKING:
     from .decide import AutocastRules
 
-# The modules that each call was made in, as `values.module_types` gives them.
-Stacks = Mapping[Node, Sequence[tuple[str, tuple[str, ...]]]]
-
 
 @dataclass(frozen=True)
 class Site:
@@ -63,54 +60,43 @@ class Site:
         return replace(why, kind=why.kind or self.kind, final=final or why.final)
 
 
+@dataclass(eq=False)
 class Simulation:
-    """A run over one graph, node by node: its inputs, and what earlier nodes established, which deciders read.
+    """A run over one graph, node by node: its inputs, and what earlier nodes established, which deciders read."""
 
-    Attributes:
-        rules: the strategy that decides: autocast's, or the policy's.
-        policy: what the user asks for; the default one for autocast.
-        stacks: the modules that each node was made in.
-        named: the key of each node, if the policy may name nodes by it.
-        border: the dtypes at the edges of the graph.
-        pinned: representatives of alias sets that must stay FP32; they are kept from one run to the next.
-        islands: norms written by hand.
-        retained: calls that keep the FP32 that autocast gives them, and why.
-        colours: the decisions so far.
-        dtypes: the dtype of every value; the original one for values that the run has not reached.
-        reference: the run that did what autocast does, if there was one.
-        bodies: the runs through the bodies of higher-order ops.
-        upcast: values that the user has upcast, and results of ops that only move them.
-        extremes: values that the low dtype cannot hold.
-        elsewhere: values on another kind of device than the policy's, of which autocast casts none.
-        lacking: whether calls of this graph lack a low kernel; not shared, so that no plan depends on another.
-    """
+    rules: AutocastRules  # the strategy that decides: autocast's, or the policy's
+    policy: Policy  # what the user asks for; the default one for autocast
+    target: Target
+    graph: Graph
+    original: Dtypes
+    infer: Inference
+    aliases: Aliases
+    border: Border = field(default_factory=Border)  # the dtypes at the edges of the graph
+    reference: Simulation | None = None  # the run that did what autocast does, if there was one
+    # Representatives of alias sets that must stay FP32; they are kept from one run to the next.
+    pinned: set[Node] = field(default_factory=set)
+    islands: frozenset[Node] = frozenset()  # norms written by hand
+    retained: Mapping[Node, Reason] = field(default_factory=dict)  # calls that keep the FP32 of autocast, and why
+    # Whether calls of this graph lack a low kernel; not shared, so that no plan depends on another.
+    lacking: dict[Any, bool] = field(default_factory=dict)
 
-    def __init__(
-        self, rules: AutocastRules, policy: Policy, target: Target, graph: Graph, original: Dtypes, infer: Inference,
-        aliases: Aliases, *, stacks: Stacks | None = None, border: Border | None = None,
-        reference: Simulation | None = None,
-    ) -> None:  # fmt: skip
-        self.policy, self.graph, self.original, self.infer, self.aliases = policy, graph, original, infer, aliases
-        self.rules, self.stacks, self.border, self.target = rules, stacks or {}, border or Border(), target
-        self.device, self.low = target
-        self.named = keys(graph.nodes) if policy.ops else {}
-        devices = {n: v.device.type for n in graph.nodes if isinstance(v := n.meta.get("val"), Tensor)}
+    def __post_init__(self) -> None:
+        self.device, self.low = self.target
+        self.named = keys(self.graph.nodes) if self.policy.ops else {}
+        self.stacks = module_types(self.graph) if self.policy.modules else {}
+        devices = {n: v.device.type for n in self.graph.nodes if isinstance(v := n.meta.get("val"), Tensor)}
         here = any(device == self.device and not n.op.startswith("call") for n, device in devices.items())
-        self.elsewhere = {n for n, device in devices.items() if here and device != self.device}  # none if planned ahead
-        self.lacking: dict[Any, bool] = {}
-        self.pinned: set[Node] = set()
-        self.islands: frozenset[Node] = frozenset()
-        self.retained: Mapping[Node, Reason] = {}
-        self.reference = reference
+        # Values on another kind of device than the policy's, of which autocast casts none; none if planned ahead.
+        self.elsewhere = {n for n, device in devices.items() if here and device != self.device}
         self.restart()
 
     def restart(self) -> None:
         """Reset everything except the pinned alias sets."""
-        self.colours: dict[Node, Choice] = {}
-        self.dtypes: Dtypes = {**self.original, **self.border.inputs}
-        self.upcast: set[Node] = set()
-        self.bodies: dict[Node, Simulation] = {}
-        self.extremes = Extremes(self.low)
+        self.colours: dict[Node, Choice] = {}  # the decisions so far
+        self.dtypes: Dtypes = {**self.original, **self.border.inputs}  # of what the run has reached, else the original
+        self.upcast: set[Node] = set()  # values that the user has upcast, and results of ops that only move them
+        self.bodies: dict[Node, Simulation] = {}  # the runs through the bodies of higher-order ops
+        self.extremes = Extremes(self.low)  # values that the low dtype cannot hold
 
     def under_autocast(self, node: Node) -> ValueDtype:
         """Return the dtypes that autocast gives a value; None if that is not known."""
@@ -131,7 +117,7 @@ class Simulation:
                 elif any(b.first is not None for b in self.border.bodies.get(node, ())):
                     self._enter(node, self.border.bodies[node][0])
                 elif not row.asks and (floats or is_floating(self.original[node])):
-                    self._visit(node, floats)
+                    self.rules.visit(self, node, floats)
             self.rules.learn(self, node, floats)
 
     def returned(self) -> Dtypes:
@@ -174,11 +160,10 @@ class Simulation:
 
     def _inside(self, node: Node, body: Body, border: Border) -> Simulation:
         """Run through a body with these dtypes at its border."""
-        inside = Simulation(
-            self.rules, self.policy, self.target, body.graph, original_dtypes(body.graph, body.attribute), self.infer,
-            Aliases(body.graph), stacks=module_types(body.graph), border=border,
-            reference=None if self.reference is None else self.reference.bodies.get(node),
-        )  # fmt: skip
+        reference = None if self.reference is None else self.reference.bodies.get(node)
+        graph, original = body.graph, original_dtypes(body.graph, body.attribute)
+        shared = self.target, graph, original, self.infer, Aliases(graph), border
+        inside = Simulation(self.rules, self.policy, *shared, reference)
         self.rules.settle(inside)
         return inside
 
@@ -205,13 +190,3 @@ class Simulation:
         for node in self.graph.nodes:
             readers.setdefault(what_it_reads(node), []).extend(node.users)
         return readers
-
-    def _visit(self, node: Node, floats: list[ops.Operand]) -> None:
-        """Decide on one node, and infer the dtypes of its results."""
-        chosen = self.rules.choose(self, node, floats)
-        if chosen is None:
-            return
-        choice, results = chosen
-        causes = tuple(o.node for o in floats if o.node in self.colours)
-        self.colours[node] = replace(choice, reason=replace(choice.reason, causes=causes))
-        self.dtypes[node] = results

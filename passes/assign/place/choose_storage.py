@@ -1,10 +1,9 @@
 """Choose the dtype of every free value so that the fewest bytes move. At O1 this changes no rounding.
 
 Which values may be stored in either dtype says `free.py`. Here it becomes a problem: who reads each value, what must go
-together, and what each net costs, a value and its readers, which share one cast however many of them need the other
-dtype. At O1 an FP32 value may be stored low only where every use rounds it to this dtype; from O2 on only the costs
-decide. `cut.py` finds the cheapest placement, which gives dtypes, casts and reasons. What is fixed stays as the
-simulation left it, and so does what each reader needs.
+together, and what each net costs, a value and its readers. At O1 an FP32 value may be stored low only where every use
+rounds it to this dtype; from O2 on only the costs decide. `cut.py` finds the cheapest placement, which gives dtypes,
+casts and reasons. What is fixed stays as the simulation left it, and so does what each reader needs.
 
 Before: t = view(logits: bf16); to(t, f32) -> loss; to(logits, f32) -> output
 After:  w = to(logits, f32) -> output; view(w) -> loss
@@ -81,24 +80,16 @@ def _placed(low_side: set[Variable], uses: Uses, costs: CostModel) -> tuple[Colo
     simulation, dtypes = uses.simulation, dict(uses.simulation.dtypes)
     for node in uses.free:
         dtypes[node] = recast(dtypes[node], simulation.low if node in low_side else torch.float32)
-    colours = {
-        node: _compared(node, choice, dtypes)
-        if uses.takes_either(node)
-        else _recoloured(node, choice, simulation.low if node in low_side else torch.float32, dtypes, uses, costs)
-        for node, choice in simulation.colours.items()
-    }
-    return colours, dtypes
-
-
-def _compared(node: Node, choice: Choice, dtypes: Dtypes) -> Choice:
-    """Return the decision on a comparison, which reads its operands in the dtypes in which they are stored."""
-    floats = [d for o in ops.operands(node) if isinstance(d := dtypes[o.node], torch.dtype) and d in ELIGIBLE]
-    return replace(choice, dtype=functools.reduce(torch.promote_types, floats)) if floats else choice
+    sides = {node: simulation.low if node in low_side else torch.float32 for node in simulation.colours}
+    return {n: _recoloured(n, c, sides[n], dtypes, uses, costs) for n, c in simulation.colours.items()}, dtypes
 
 
 def _recoloured(node: Node, choice: Choice, side: torch.dtype, dtypes: Dtypes, uses: Uses, costs: CostModel) -> Choice:
     """Return the decision on a node, given how its value and its operands are stored."""
     before = uses.simulation.dtypes
+    if uses.takes_either(node):  # it reads its operands in the dtypes in which they are stored
+        floats = [d for o in ops.operands(node) if isinstance(d := dtypes[o.node], torch.dtype) and d in ELIGIBLE]
+        return replace(choice, dtype=functools.reduce(torch.promote_types, floats)) if floats else choice
     placed = choice.edited(*_casts(node, choice, side, dtypes, uses), but=Cast)
     if dtypes[node] != before[node] and node in uses.free:
         word = "FP32" if side == torch.float32 else "low"
@@ -127,19 +118,15 @@ def _casts(node: Node, choice: Choice, side: torch.dtype, dtypes: Dtypes, uses: 
 
 
 class Uses:
-    """Who reads each value of a graph, at which operand, and in which dtype it must find it, as the simulation left it.
-
-    Attributes:
-        readers: for each value, who reads it, and at which operand.
-        needs: the dtype that each operand of a node must have, given the node's present dtype.
-        outputs: of each output that is handed out in FP32 and may be low, the readers that other outputs come from.
-    """
+    """Who reads each value of a graph, at which operand, and in which dtype it must find it, by the simulation."""
 
     def __init__(self, simulation: Simulation, free: Mapping[Node, None], grad: frozenset[Node]) -> None:
         self.simulation, self.free, self.grad, self._returned = simulation, free, grad, simulation.returned()
         wide = [n for n, d in self._returned.items() if d == torch.float32 and n.op.startswith("call")]
         lowered = [n for n in wide if n in free or simulation.dtypes.get(n) == simulation.low]
+        # Of each output that is handed out in FP32 and may be low, the readers that other outputs come from.
         self.outputs = Outputs(simulation.graph, lowered).readers if lowered else {}
+        # The dtype that each operand of a node must have, given the node's present dtype.
         self.needs = {n: self._needs(n) for n in simulation.graph.nodes}
         self.readers: dict[Node, list[tuple[Node, Position]]] = {n: [] for n in simulation.graph.nodes}
         for node in simulation.graph.nodes:
@@ -170,10 +157,8 @@ class Uses:
         choice = self.simulation.colours.get(node)
         if choice is None or not self.simulation.policy.level.stores_low or node in self.free:
             return False
-        row = row_of(node)
-        plain = choice.reason.kind in (PROMOTE, FOLLOW) and not (
-            choice.reason.final or choice.casts or choice.has(Replace)
-        )
+        row, why = row_of(node), choice.reason
+        plain = why.kind in (PROMOTE, FOLLOW) and not (why.final or choice.casts or choice.has(Replace))
         return plain and row.gives in ("bool", "int") and not row.same_dtype and not mutated_operands(node)
 
     def side(self, reader: Node, where: Position) -> Variable | None:

@@ -9,16 +9,13 @@ readers need the other dtype:
     u FP32, some reader low:   reader -> b (inf), b -> u (cost of the downcast)
     "v low implies w low":     v -> w (inf)
 
-The time of a cut grows faster than its size, so one cut for a deep network would be slow. But between two layers there
-is often one variable that all paths go through, such as the residual stream. There the problem splits into blocks (the
-biconnected components of the graph of variables). Each block shares one variable with its parent block. It is solved
-twice, for either side of that variable, and the two costs are added to the variable's own; once the parent has fixed
-the side, the solution of the block is known. This is exact, and linear in the number of blocks. If every layer reads
-one variable, such as an attention mask, there is only one block.
+The time of a cut grows faster than its size, but between two layers there is often one variable that all paths go
+through, such as the residual stream. There the problem splits into blocks, the biconnected components of the graph of
+variables. Each is solved twice, for either side of the variable that it shares with its parent block, and the two costs
+are added to that variable's own; once the parent has fixed the side, the solution of the block is known. This is exact.
 
-This file knows nothing of ops: it takes variables, terminals, nets and implications, and returns the low side. Of
-several minimum cuts it takes the one with the smallest FP32 side, so that plans are reproducible. Minimum cuts are
-closed under intersection, so this cut is unique, and within each block its FP32 side is the smallest too.
+Nothing here knows of ops. Of several minimum cuts the one with the smallest FP32 side is taken, so that plans are
+reproducible: minimum cuts are closed under intersection, so it is unique, and within each block the smallest too.
 """
 
 from __future__ import annotations
@@ -53,9 +50,9 @@ class Problem:
 
     low: dict[Variable, Cost] = field(default_factory=dict)  # what each variable costs on the low side
     fp32: dict[Variable, Cost] = field(default_factory=dict)  # what each variable costs on the FP32 side
-    # tensors with their readers, each a variable, or a side if its dtype is fixed
+    # Tensors with their readers, each a variable, or a side if its dtype is fixed.
     nets: list[PricedNet] = field(default_factory=list)
-    # pairs (v, w): v low implies w low. Side.FP32 as w forbids v to be low; Side.LOW as v forces w low.
+    # Pairs (v, w): v low implies w low. Side.FP32 as w forbids v to be low; Side.LOW as v forces w low.
     implies: list[tuple[Variable, Variable]] = field(default_factory=list)
 
     def add(self, variable: Variable, low: Cost, fp32: Cost) -> None:
@@ -155,27 +152,22 @@ def _solve_part(problem: Problem) -> set[Variable]:
         _edge(graph, Side.LOW, v, problem.fp32[v])
         _edge(graph, v, Side.FP32, problem.low[v])
     for i, net in enumerate(problem.nets):
-        _add_net(graph, net, i)
+        up, down = ("up", i), ("down", i)  # two vertices, by which a cast of a tensor is paid once
+        if net.value != Side.FP32:
+            _edge(graph, net.value, up, net.up)
+        if net.value != Side.LOW:
+            _edge(graph, down, net.value, net.down)
+        for reader, alone in zip(net.readers, net.alone or itertools.repeat(None), strict=False):
+            if net.value != Side.FP32 and reader != Side.LOW:
+                _edge(graph, up, reader, INFINITY if alone is None else alone)
+            if net.value != Side.LOW and reader != Side.FP32:
+                _edge(graph, reader, down, INFINITY)
     for v, w in problem.implies:
         if v != Side.FP32 and w != Side.LOW:
             _edge(graph, v, w, INFINITY)
     residual = nx.algorithms.flow.boykov_kolmogorov(graph, Side.LOW, Side.FP32)
     fp32_side = residual.graph["trees"][1]  # what can still reach the sink: the smallest FP32 side of all minimum cuts
     return {v for v in problem.low if v not in fp32_side}
-
-
-def _add_net(graph: nx.DiGraph[Hashable], net: PricedNet, i: int) -> None:
-    """Add the two vertices of a net, by which a cast of its tensor is paid once, and their edges."""
-    up, down = ("up", i), ("down", i)
-    if net.value != Side.FP32:
-        _edge(graph, net.value, up, net.up)
-    if net.value != Side.LOW:
-        _edge(graph, down, net.value, net.down)
-    for reader, alone in zip(net.readers, net.alone or itertools.repeat(None), strict=False):
-        if net.value != Side.FP32 and reader != Side.LOW:
-            _edge(graph, up, reader, INFINITY if alone is None else alone)
-        if net.value != Side.LOW and reader != Side.FP32:
-            _edge(graph, reader, down, INFINITY)
 
 
 def _edge(graph: nx.DiGraph[Hashable], tail: Hashable, head: Hashable, capacity: Cost) -> None:

@@ -8,20 +8,19 @@ stays FP32.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from ...form import Choice, Replace
+from ...form import Replace
 from ...graph.aliases import may_alias
 from ...graph.notes import note_of
-from ...graph.values import ValueDtype, concrete_size, first_float, is_floating, literal_dtype
+from ...graph.values import concrete_size, first_float, is_floating, literal_dtype
 from ...ops import ops
 from ...ops.facts import Facts, facts_of
 from ...ops.numbers import is_exact, numbers
-from ...ops.rules import FOLLOW, FP32, LOW, PROMOTE, Rule, row_of
+from ...ops.rules import FOLLOW, FP32, LOW, PROMOTE, row_of
 from ..colour.kernels import lacks_low_kernel
 from ..colour.simulate import Simulation
 from .saturate import touched
@@ -40,42 +39,30 @@ def free_nodes(simulation: Simulation, grad: frozenset[Node]) -> dict[Node, None
         # Where gradients are off, a cast that makes no copy would hand on those of its operand.
         ends = row_of(node).is_cast and node not in grad and not grad.isdisjoint(node.all_input_nodes)
         fixed = ends or node in sliced
-        if item or (not fixed and node in simulation.colours and _is_free(simulation, node, grad, node in low)):
+        coloured = node in simulation.colours and not fixed
+        if item or (coloured and _is_free(_Candidate(simulation, node, grad, node in low))):
             free[node] = None
     return free
 
 
-def _is_free(simulation: Simulation, node: Node, grad: frozenset[Node], low: bool) -> bool:
-    floats = tuple(o for o in ops.operands(node) if is_floating(simulation.dtypes[o.node]))
-    dtypes = tuple(simulation.dtypes[o.node] for o in floats)
-    candidate = _Candidate(simulation, node, simulation.colours[node], row_of(node), floats, dtypes, grad, low)
-    if not _is_open(candidate):
-        return False
-    return _is_insensitive(candidate) if simulation.policy.level.stores_low else _is_as_autocasts(candidate)
-
-
-@dataclass(frozen=True)
 class _Candidate:
-    """A node with a colour: its floats and their dtypes, all values with gradients, and whether low ones reach it."""
+    """A node with a colour, its floats and their dtypes, and whether gradients and low values reach it."""
 
-    simulation: Simulation
-    node: Node
-    choice: Choice
-    row: Rule
-    floats: tuple[ops.Operand, ...]
-    dtypes: tuple[ValueDtype, ...]
-    grads: frozenset[Node]
-    touched: bool
-
-    @property
-    def grad(self) -> bool:
-        """Gradients flow through it."""
-        return self.node in self.grads
+    def __init__(self, simulation: Simulation, node: Node, grads: frozenset[Node], touched: bool) -> None:
+        self.simulation, self.node, self.grads, self.touched = simulation, node, grads, touched
+        self.choice, self.row, self.grad = simulation.colours[node], row_of(node), node in grads
+        self.floats = [o for o in ops.operands(node) if is_floating(simulation.dtypes[o.node])]
+        self.dtypes = [simulation.dtypes[o.node] for o in self.floats]
 
     @property
     def facts(self) -> Facts:
         """What was measured of the op in this low dtype."""
         return facts_of(self.node, self.simulation.device, self.simulation.low)
+
+
+def _is_free(c: _Candidate) -> bool:
+    lowers = c.simulation.policy.level.stores_low
+    return _is_open(c) and (_is_insensitive(c) if lowers else _is_as_autocasts(c))
 
 
 def _is_open(c: _Candidate) -> bool:
