@@ -45,15 +45,11 @@ def _widens(before: object, after: object) -> bool:
 
 @dataclass(frozen=True)
 class EliminateCasts:
-    """Drop or share the inserted casts of a graph that change no value.
-
-    Attributes:
-        share: which readers share a cast, as `Policy.sharing` has it. Sharing sums the gradients of the readers in the
-            low dtype, as autocast's weight cache does.
-    """
+    """Drop or share the inserted casts of a graph that change no value."""
 
     name: ClassVar = "eliminate-casts"
     ensures: ClassVar = Ensures.DTYPES
+    # Which readers share a cast, as `Policy.sharing` has it; gradients are then summed in low, as by autocast's cache.
     share: str = "always"
 
     def __call__(self, unit: Unit) -> dict[str, int]:

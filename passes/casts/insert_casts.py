@@ -7,6 +7,7 @@ After:  linear(to(x, bfloat16), to(w, bfloat16))
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -18,7 +19,7 @@ from torch.fx.node import map_aggregate
 
 from ..form import Choice, Clamp, Ensures, Replace, SetDtype, Unit
 from ..graph.aliases import Aliases
-from ..graph.notes import CLAMP_OPERAND
+from ..graph.notes import CAST_OPERAND, CLAMP_OPERAND, READ_OUTPUT, RESTORE_OUTPUT, note_of
 from ..graph.values import dtype_owner
 from ..ops import ops
 from ..ops.rules import row_of
@@ -38,26 +39,32 @@ class InsertCasts:
     def __call__(self, unit: Unit) -> dict[str, int]:
         """Apply the edits that were decided on, and give the outputs their dtypes, in place."""
         graph, colours = unit.graph, unit.decided.colours
-        fired = dict.fromkeys(["operand", "clamp", "argument"], 0)
-        clamps = any(c.has(Clamp) for c in colours.values())
-        aliases = Aliases(graph) if clamps else None  # before anything is inserted
+        edits = Counter(type(edit) for node in graph.nodes if node in colours for edit in colours[node].edits)
+        aliases = Aliases(graph) if edits[Clamp] else None  # before anything is inserted
         for node in [n for n in graph.nodes if n in colours and colours[n].edits]:
-            if aliases is not None:
-                fired["clamp"] += _clamp_operands(unit, node, colours[node], aliases)
-            fired["argument"] += _change_arguments(node, colours[node])  # before casts: what it drops needs none
-            fired["operand"] += _cast_operands(unit, node, colours[node])
-        fired |= restore_outputs(unit)
-        fired["assertion"] = loosen_assertions(graph, lambda n: operator.ne(*unit.dtypes_of(n)))
-        return fired
+            if aliases is not None and colours[node].has(Clamp):
+                _clamp_operands(unit, node, colours[node], aliases)
+            _change_arguments(node, colours[node])  # before casts: what it drops needs none
+            if colours[node].casts:
+                _cast_operands(unit, node, colours[node])
+        restore_outputs(unit)
+        made = Counter(note_of(node).made_by for node in unit.inserted)
+        return {
+            "operand": made[CAST_OPERAND],
+            "clamp": edits[Clamp],
+            "argument": edits[SetDtype] + edits[Replace],
+            "output": made[RESTORE_OUTPUT],
+            "read": made[READ_OUTPUT],
+            "assertion": loosen_assertions(graph, lambda n: operator.ne(*unit.dtypes_of(n))),
+        }
 
 
-def _cast_operands(unit: Unit, node: Node, choice: Choice) -> int:
+def _cast_operands(unit: Unit, node: Node, choice: Choice) -> None:
     """Before: add(x, y). After: add(to(x, float32), y), where x was assigned a cast.
 
     A value that two arguments read is cast for the last one first, as autocast's C++ does where GCC has compiled it:
     autograd sums the gradients of the casts in the order that they were made in.
     """
-    before = len(unit.inserted)
     made: dict[Node, tuple[str, Node]] = {}
 
     def cast(operand: ops.Operand) -> Node:
@@ -73,16 +80,11 @@ def _cast_operands(unit: Unit, node: Node, choice: Choice) -> int:
             inserted.target = cast_weight
         return inserted
 
-    if choice.casts:
-        ops.map_operands(node, cast)
-    return len(unit.inserted) - before
+    ops.map_operands(node, cast)
 
 
-def _clamp_operands(unit: Unit, node: Node, choice: Choice, aliases: Aliases) -> int:
-    """Before: where(m, lowest, x). After: where(m, clamp(lowest, -65504, 65504), x), for x in float16.
-
-    Backward of clamp reads what was clamped, which must not be written in between: such a value is copied first.
-    """
+def _clamp_operands(unit: Unit, node: Node, choice: Choice, aliases: Aliases) -> None:
+    """Before: where(m, lowest, x). After: where(m, clamp(lowest, -65504, 65504), x), for x in float16."""
     places = [e.place for e in choice.edits if isinstance(e, Clamp)]
 
     def insert(op: Any, *args: Any) -> Node:
@@ -93,12 +95,11 @@ def _clamp_operands(unit: Unit, node: Node, choice: Choice, aliases: Aliases) ->
         if operand.place not in places:
             return value
         largest = torch.finfo(choice.casts.get(operand.place, choice.dtype)).max
+        # Backward reads what was clamped, which must not be written in between.
         value = insert(torch.ops.aten.clone.default, value) if aliases.is_mutated(value) else value
         return insert(torch.ops.aten.clamp.default, value, -largest, largest)
 
-    if places:
-        ops.map_operands(node, clamp)
-    return len(places)
+    ops.map_operands(node, clamp)
 
 
 def _folds_by_grad(node: Node) -> bool:
@@ -112,16 +113,15 @@ def _folds_by_grad(node: Node) -> bool:
         return True
 
 
-def _change_arguments(node: Node, choice: Choice) -> int:
-    """Before: x.to(float32), a relative cast; masked_fill(x, m, -3.4e38). After: x.to(float16); ... -65504.0)."""
-    edits = [e for e in choice.edits if isinstance(e, (SetDtype, Replace))]
-    for edit in edits:
+def _change_arguments(node: Node, choice: Choice) -> None:
+    """Before: x.to(float32); masked_fill(x, m, -3.4e38). After: x.to(float16); masked_fill(x, m, -65504.0)."""
+    for edit in choice.edits:
         if isinstance(edit, Replace):
             old, new = edit
             _change(node, lambda a, old=old, new=new: new if isinstance(a, (float, Node)) and a == old else a)
-        elif not _change(node, lambda a, dtype=edit.dtype: dtype if _names_dtype(a) else a):  # such as x.float()
-            node.op, node.target, node.args, node.kwargs = "call_function", CAST, (node.args[0], edit.dtype), {}
-    return len(edits)
+        elif isinstance(edit, SetDtype) and not _change(node, lambda a, d=edit.dtype: d if _names_dtype(a) else a):
+            node.op, node.target, node.args = "call_function", CAST, (node.args[0], edit.dtype)  # such as x.float()
+            node.kwargs = {}
 
 
 def _names_dtype(argument: Any) -> bool:

@@ -27,17 +27,16 @@ from ..graph.values import is_floating, literal_dtype, recast
 from ..ops.rules import row_of
 
 
-def restore_outputs(unit: Unit) -> dict[str, int]:
-    """Give each output the dtype that was assigned to it, in place; return how many casts of each kind were made."""
+def restore_outputs(unit: Unit) -> None:
+    """Give each output the dtype that was assigned to it, in place."""
     wanted, output = dict(_wanted(unit.graph, unit.decided)), unit.graph.output_node()
     restoring = _Restoring(unit)
     if widened := unit.decided.widened:
         restoring.hand_out(Outputs(unit.graph, widened))
     for value, dtype in wanted.items():
         if value not in restoring.restored:
-            restoring.restored[value] = restoring.cast(value, dtype, output, RESTORE_OUTPUT)
+            restoring.restored[value] = unit.cast(value, dtype, before=output, by=RESTORE_OUTPUT)
     output.args = torch.fx.map_arg(output.args, lambda n: restoring.restored.get(n, n))
-    return restoring.edits
 
 
 def _wanted(graph: Graph, assignment: Assignment) -> Iterator[tuple[Node, torch.dtype]]:
@@ -53,23 +52,12 @@ def _wanted(graph: Graph, assignment: Assignment) -> Iterator[tuple[Node, torch.
 
 
 class _Restoring:
-    """The outputs of one graph on their way to the dtypes that they must have.
-
-    Attributes:
-        restored: For each output, what is handed out.
-        edits: The number of casts that were made, by their kind.
-    """
+    """The outputs of one graph on their way to the dtypes that they must have."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit, self._graph = unit, unit.graph
         self._wide: dict[Node, Node] = {}  # what is handed out, by the tensor that it is a cast of
-        self.restored: dict[Node, Node] = {}
-        self.edits = {"output": 0, "read": 0}
-
-    def cast(self, value: Node, dtype: torch.dtype, before: Node, rule: str) -> Node:
-        """Insert a cast of a value before a node."""
-        self.edits[rule.rpartition("/")[2]] += 1
-        return self._unit.cast(value, dtype, before=before, by=rule)
+        self.restored: dict[Node, Node] = {}  # for each output, what is handed out
 
     def hand_out(self, outputs: Outputs) -> None:
         """Hand out low outputs in FP32, so that what reads one reads what is handed out."""
@@ -95,7 +83,7 @@ class _Restoring:
             readers.remove(cast)
         if readers:
             low: Any = self._unit.decided.dtypes[value]
-            back = self.cast(wide, low, at, READ_OUTPUT)
+            back = self._unit.cast(wide, low, before=at, by=READ_OUTPUT)
             for reader in readers:
                 for name in outputs.names(value):
                     reader.replace_input_with(name, back)
@@ -107,7 +95,7 @@ class _Restoring:
         if tensor not in self._wide:
             base = None if tensor is first else viewed(tensor)
             if base is None:
-                self._wide[tensor] = self.cast(value, torch.float32, at, RESTORE_OUTPUT)
+                self._wide[tensor] = self._unit.cast(value, torch.float32, before=at, by=RESTORE_OUTPUT)
             else:
                 self._wide[tensor] = self._copied(tensor, base, self._widened(base, first, at), at)
         return self._wide[tensor]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -94,9 +93,12 @@ def _dtypes(node: Node, operands: Dtypes, assignment: Assignment) -> ValueDtype:
     # During capture an autocast region cast operands; a node in it that has a colour is cast by fxamp instead.
     region = choice is not None and choice.reason.kind != KEEP and note_of(node).region is not None
     as_captured = not region and all(operands[n] == assignment.original.get(n) for n in sources)
+    # Casts of operands may have become the user's own cast, so that operands have their captured dtypes again.
+    touched = is_inserted(node) or note_of(node).absorbed_cast
+    touched |= choice is not None and (choice.has(SetDtype) or bool(choice.casts))
     before = assignment.original.get(node)
     unknown = before is None and assignment.dtypes.get(node) is not None  # capture tells no value of `requires_grad_`
-    if as_captured and not unknown and not _is_touched(node, assignment):
+    if as_captured and not unknown and not touched:
         return before
     try:
         refuse_mixed(node, operands.__getitem__)
@@ -117,33 +119,16 @@ def _runs_as_captured(node: Node, assignment: Assignment) -> bool:
     return True
 
 
-def _is_touched(node: Node, assignment: Assignment) -> bool:
-    choice, note = assignment.colours.get(node), note_of(node)
-    # Casts of operands may have become the user's own cast, so that operands have their captured dtypes again.
-    changed = choice is not None and (choice.has(SetDtype) or bool(choice.casts))
-    return is_inserted(node) or note.absorbed_cast or changed
-
-
 def _name(node: Node) -> str:
     return f"{ops.name(node) or node.op} (node {node.name}, module '{module_path(node)}', {source(node)})"
 
 
-@dataclass(frozen=True)
 class Emitted:
     """A graph with inserted casts, and what was decided on it; what the laws ask of it is computed once."""
 
-    graph: Graph
-    assignment: Assignment
-
-    @functools.cached_property
-    def order(self) -> dict[Node, int]:
-        """The place of each node."""
-        return {node: i for i, node in enumerate(self.graph.nodes)}
-
-    @functools.cached_property
-    def grad_modes(self) -> dict[Node, tuple[bool | None, int]]:
-        """The grad mode of each node."""
-        return grad_modes(self.graph)
+    def __init__(self, graph: Graph, assignment: Assignment) -> None:
+        self.graph, self.assignment = graph, assignment
+        self.order, self.grad_modes = {node: i for i, node in enumerate(graph.nodes)}, grad_modes(graph)
 
     @functools.cached_property
     def copies(self) -> dict[Node, Node]:
@@ -173,7 +158,7 @@ class Emitted:
 
     @functools.cached_property
     def aliases(self) -> Aliases:
-        """Which values share storage, if casts are none."""
+        """Which values share storage, if casts are none; computed if something is written."""
         return Aliases(self.graph)
 
     def is_written_between(self, value: Node, first: Node, last: Node) -> bool:
@@ -235,11 +220,7 @@ def _cast_statistics(emitted: Emitted, node: Node) -> Node | None:
 
 
 def _other_grad_mode(emitted: Emitted, node: Node) -> Node | None:
-    """Illegal: a cast made under no_grad whose result is read with gradients on.
-
-    A weight may be cast with its history in either mode. An output that is read is cast where gradients are on: the
-    caller's mode there is no other than that of a region.
-    """
+    """Illegal: a cast made under no_grad whose result is read with gradients on; a weight is cast with its history."""
     modes = emitted.grad_modes  # beside them the transforms of torch.func, whose end reads what was cast inside
     read = node.all_input_nodes if node.op != "output" else ()
     inserted = (n for n in read if is_inserted(n) and n.target is not cast_weight)
