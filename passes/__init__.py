@@ -8,15 +8,10 @@ Imports torch and networkx, never fxamp; `fxamp` re-exports its public names.
 
 from __future__ import annotations
 
-from .assign.place.costs import ByteCosts as ByteCosts
-from .form import Pass as Pass
-from .form import Unit as Unit
-from .graph.notes import Origin as Origin
-from .pipeline import NAMES as NAMES
-from .pipeline import Pipeline as Pipeline
-from .pipeline import Watcher as Watcher
-from .pipeline import compile_graph as compile_graph
-from .pipeline import watched as watched
+from .assign.place.costs import ByteCosts
+from .form import Pass, Unit
+from .graph.notes import Origin
+from .pipeline import NAMES, Pipeline, Watcher, compile_graph, watched
 
 __all__ = [
     "NAMES", "ByteCosts", "Origin", "Pass", "Pipeline", "Unit", "Watcher", "compile_graph",

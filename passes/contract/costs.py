@@ -44,7 +44,7 @@ class Read(NamedTuple):
     """How an op reads a value."""
 
     times: int  # how many of its operands the value is
-    # the casts of the value and of its gradient that are left where it casts the value up by itself; else None
+    # The casts of the value and of its gradient that are left where it casts the value up by itself; else None.
     left: tuple[int, int] | None
 
 
@@ -56,10 +56,10 @@ class PricedNet:
     readers: tuple[Hashable, ...]  # which pay together if they need the other dtype
     up: int  # the price of the casts to FP32, where the value is low
     down: int  # that of the casts to low, where it is FP32
-    # for each reader what it pays if it casts the value up by itself; None if it does not. Readers that do pay this, or
+    # For each reader what it pays if it casts the value up by itself; None if it does not. Readers that do pay this, or
     # `up` together if that is less.
     alone: tuple[int | None, ...] = ()
-    # what is read is FP32, whatever dtype the value is stored in: the cast of an output that is handed out
+    # What is read is FP32, whatever dtype the value is stored in: the cast of an output that is handed out.
     wide: bool = False
 
     def times(self, factor: int) -> PricedNet:
@@ -83,7 +83,7 @@ class Net:
 
     value: Node  # what is cast; an input, a parameter or the result of an op
     reads: Mapping[Node, Read]  # who reads it, and how
-    # how many casts there are of the value, and of its gradient, if a reader needs the other dtype
+    # How many casts there are of the value, and of its gradient, if a reader needs the other dtype.
     casts: tuple[int, int]
     low: torch.dtype  # the low dtype
     grad: bool  # gradients flow through the value
@@ -105,7 +105,7 @@ class Prices:
 
     nodes: Sequence[tuple[int, int]]  # for each op, in order, what it costs in low and in FP32
     nets: Sequence[PricedNet]  # what casts cost; of the values asked for, and of readers of these
-    # nanoseconds that were measured for it, by key of the call
+    # Nanoseconds that were measured for it, by key of the call.
     timings: Mapping[str, int] = field(default_factory=dict)
 
     def times(self, factor: int) -> Prices:

@@ -15,22 +15,22 @@ class Device:
     """One kind of device."""
 
     name: str  # what torch calls it
-    # the device whose column of the op table is used: itself, or the device whose autocast lists it shares. An op that
+    # The device whose column of the op table is used: itself, or the device whose autocast lists it shares. An op that
     # torch has registered only for that other device, such as a vendor's kernel, is on no list here.
     lists: str
     autocast: str  # the dispatch key of its autocast
     launch: int  # how many bytes move in the time of one launch; assumed, not measured
     bytes_per_nanosecond: int  # how many bytes move in a nanosecond; assumed
-    # whether copies of many tensors take less time by one launch than one by one: false on a CPU, whose cache would
-    # lose each copy before it is read
+    # Whether copies of many tensors take less time by one launch than one by one: false on a CPU, whose cache would
+    # lose each copy before it is read.
     batches: bool
     is_here: Callable[[], bool]  # tells whether this process has one
     capability: Callable[[], str]  # names the kind of this machine's device; measured facts hold for one kind
     synchronize: Callable[[], None]  # waits for what was launched
-    # from how many elements on casts of a value share a storage where each needs a node of autograd and nothing else is
-    # asked for; None for never
+    # From how many elements on casts of a value share a storage where each needs a node of autograd and nothing else is
+    # asked for; None for never.
     shares_storage_from: int | None = None
-    # the ops of which its own lists say another kind than those that it shares: their names, by kind
+    # The ops of which its own lists say another kind than those that it shares: their names, by kind.
     own: Mapping[str, str] = field(default_factory=dict)
 
     @functools.cached_property

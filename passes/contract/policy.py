@@ -26,23 +26,15 @@ from .public import public
 
 
 class Level(str, enum.Enum):
-    """A level of conversion; it compares equal to its name, and prints as its name.
+    """A level of conversion; it compares equal to its name, and prints as its name."""
 
-    Attributes:
-        rounds: some ops may run in the low dtype; otherwise results are the model's own, bit for bit.
-        is_autocasts: values are those of `torch.autocast`, bit for bit where the plan names no deviation.
-        stores_low: values that autocast would keep in FP32 may be stored low.
-        rounds_sensitive: sensitive ops run low too, wherever they have a kernel.
-        keeps_sums_fp32: a loss is split from the sum of its terms, which is FP32, and so are sums into a written value.
-        may_keep_products_fp32: with measured costs, a product whose casts do not pay is FP32.
-    """
-
-    rounds: bool
-    is_autocasts: bool
-    stores_low: bool
-    rounds_sensitive: bool
+    rounds: bool  # some ops may run in the low dtype; otherwise results are the model's own, bit for bit
+    is_autocasts: bool  # values are those of `torch.autocast`, bit for bit where the plan names no deviation
+    stores_low: bool  # values that autocast would keep in FP32 may be stored low
+    rounds_sensitive: bool  # sensitive ops run low too, wherever they have a kernel
+    # A loss is split from the sum of its terms, which is FP32, and so are sums into a written value.
     keeps_sums_fp32: bool
-    may_keep_products_fp32: bool
+    may_keep_products_fp32: bool  # with measured costs, a product whose casts do not pay is FP32
 
     def __new__(cls, name: str, facts: str = "") -> Level:
         """Make a level from its name and the names of the attributes that are True."""

@@ -35,15 +35,15 @@ class Facts:
 
     # `low(op(float(x))) == op(x)` for low x, bit for bit: it computes in FP32 and rounds once
     fp32_internal: bool = False
-    # the same for the gradient of x: if that is a sum, it is summed in FP32 and rounded once
+    # The same for the gradient of x: if that is a sum, it is summed in FP32 and rounded once.
     fp32_backward: bool = False
     rounds_once: bool = False  # its error against float64 is at most 1.5 times that of the correctly rounded result
-    # its errors cancel in the mean of a row as roundings do: that mean is at most 3 times that of the correctly rounded
+    # Its errors cancel in the mean of a row as roundings do: that mean is at most 3 times that of the correctly rounded
     # result. Where a kernel rounds a sum over the row, all its elements share the error.
     scatters: bool = False
     commutes_forward: bool = False  # `op(low(x)) == low(op(x))` for FP32 x
     commutes_backward: bool = False  # the same for the gradient of x
-    # the gradient of an operand that it reads many times, such as a gain, a bias or a row of a table, is summed in low:
+    # The gradient of an operand that it reads many times, such as a gain, a bias or a row of a table, is summed in low:
     # its error grows as the root of how many times that is. Measured on a CPU alone.
     sums_low: bool = False
     status: str = "assumed"  # "measured" on this kind of machine, or "assumed"
@@ -94,10 +94,9 @@ def this_machine(device: str) -> Machine:
 
 
 def facts(name: str, device: str, low: torch.dtype, **static: Any) -> Facts:
-    """Return the facts of an op by its canonical name; an in-place name gives the facts of its base.
+    """Return the facts of an op by its name, or an in-place one's, for static arguments such as `dim="last"`.
 
-    `static` are the arguments that matter, such as `dim="last"` or `approximate="tanh"`. If they are not given, or were
-    not measured, only facts that hold for all measured variants are returned.
+    If they are not given, or were not measured, only facts that hold for all measured variants are returned.
     """
     row = row_named(name)
     base = row.name if row.known else name

@@ -1,10 +1,9 @@
 """The numbers that calls combine with values, and the questions that rules ask of them.
 
 A number is a constant, or a node that carries one: Dynamo makes an input of a float that it sees for the second time.
-No rule reads a number. Of a constant the answer is known. Of an input the comparison is evaluated on its symbol while
-Dynamo collects guards, so that the answer is one: another graph is captured where an answer changes, and not where the
-number does. Where nothing would guard an answer, as of what `.item()` gives or of a size of an exported graph, it is
-the one by which nothing is rounded.
+Of a constant the answer is known. Of an input the comparison is evaluated on its symbol while Dynamo collects guards:
+another graph is captured where an answer changes, and not where the number does. Where nothing would guard an answer,
+as of what `.item()` gives or of a size of an exported graph, it is the one by which nothing is rounded.
 
 A mask filled with `finfo(float32).min` becomes one filled with the low dtype's own; a node with any other number out of
 range stays FP32. FP32's minimum is out of range for BF16 too: rounding it gives -inf. A number too small, such as an

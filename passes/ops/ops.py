@@ -145,26 +145,16 @@ def name(node: Node) -> str:
 
 
 class OpView:
-    """A call as analyses read it, worked out once for a node as it is: they ask for its name a hundred times.
-
-    Attributes:
-        op, target, args, kwargs: What the call was made of when it was read. Whoever changes a node gives it other
-            objects, so its view holds as long as these are the same.
-        name: The canonical name of its op.
-        row: What is known of the op, once `rules.row_of` has looked it up.
-        values: The values of the nodes that it reads when they were looked at; on these depends what follows.
-        schema: The schema of the overload that the call fits, or None.
-        names: The names of its positional arguments.
-        operands: The nodes among its arguments that give no number.
-    """
+    """A call as analyses read it, worked out once for a node as it is: they ask for its name a hundred times."""
 
     __slots__ = ("args", "kwargs", "name", "names", "op", "operands", "row", "schema", "target", "values")
 
     def __init__(self, node: Node, op: str, target: Any, args: Any, kwargs: Any) -> None:
+        # Whoever changes a node gives it other objects, so its view holds as long as these are the same.
         self.op, self.target, self.args, self.kwargs = op, target, args, kwargs
         self.name = _name(node) if op in _OPERATIONS else ""
-        self.row: Any = None
-        self.values: list[Any] | None = None
+        self.row: Any = None  # what is known of the op, once `rules.row_of` has looked it up
+        self.values: list[Any] | None = None  # of the nodes that it reads; on these depends what `read` finds
 
     def read(self, node: Node, values: list[Any]) -> None:
         """Find the overload and the operands of the call, for these values of the nodes that it reads."""
@@ -187,9 +177,8 @@ def view_of(node: Node) -> OpView:
     """Return the view of a call; schema, names and operands are those of when they were last asked for."""
     view: OpView | None = node.__dict__.get(_VIEW)
     op, target, args, kwargs = _torch.parts_of(node)
-    if view is not None and args is view.args and target is view.target and kwargs is view.kwargs and op == view.op:
-        return view
-    view = node.__dict__[_VIEW] = OpView(node, op, target, args, kwargs)
+    if view is None or args is not view.args or target is not view.target or kwargs is not view.kwargs or op != view.op:
+        view = node.__dict__[_VIEW] = OpView(node, op, target, args, kwargs)
     return view
 
 
@@ -249,16 +238,12 @@ def _of_method(method: str) -> str:
 
 
 def operator_of(node: Node) -> Any:
-    """Return the operator that a call runs, in the form that the code of a graph can hold as an argument.
-
-    None if there is none: for a method, a Python function, and a custom operator with several overloads, which only
-    torch's own argument parser tells apart.
-    """
+    """Return the operator that a call runs, as an argument that the code of a graph can hold; None if there is none."""
     target = node.target
     if node.op != "call_function" or isinstance(target, (OpOverload, HigherOrderOperator)):
         return target if node.op == "call_function" else None
     if isinstance(target, OpOverloadPacket) and not qualified_name(target).startswith("aten::"):
-        overloads = target.overloads()
+        overloads = target.overloads()  # several only torch's own argument parser tells apart
         return getattr(target, overloads[0]) if len(overloads) == 1 else None
     schema = None if inspect.isfunction(target) else schema_of(node)
     if schema is None or not node.kwargs.keys() <= {a.name for a in schema.arguments}:

@@ -77,11 +77,7 @@ def is_registered(name: str) -> bool:
 
 
 def lookup(name: str, device: str, low: torch.dtype | None = None) -> tuple[Rule, str]:
-    """Return the row of an op and its kind on a device; an unknown op is kept.
-
-    `low` is the dtype of the conversion: a custom op that was registered with `register_autocast` of PyTorch for
-    another low dtype is kept.
-    """
+    """Return the row of an op and its kind on a device; unknown ops are kept, and one registered for another `low`."""
     row = row_named(name)
     if not row.known:
         row = ("::" in name and _from_register_autocast(name, device, low)) or replace(row, name=name)

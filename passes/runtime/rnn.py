@@ -22,17 +22,9 @@ def lstm(
     dropout: float, training: bool, bidirectional: bool, batch_first: bool, proj_size: int,
 ) -> Any:  # fmt: skip
     """Run an LSTM. Returns (output, (h_n, c_n)), shapes as `torch.nn.LSTM` gives them."""
-    hidden = weights[0].shape[0] // 4
-    count = layers * (2 if bidirectional else 1)
-    steps, sizes, batch = _steps(x, batch_first)
-    h, c = hx or (None, None)
-    states = (_state(h, x, steps, (count, batch, proj_size or hidden)), _state(c, x, steps, (count, batch, hidden)))
-    config = (bias, layers, dropout, training, bidirectional)
-    if sizes is None:
-        out, h, c = VF.lstm(steps, states, weights, *config, batch_first)
-    else:
-        out, h, c = VF.lstm(steps, sizes, states, weights, *config)
-    return _output(out, x, batch_first), (_final(h, x), _final(c, x))
+    config, hidden = (bias, layers, dropout, training, bidirectional), weights[0].shape[0] // 4
+    out, (h, c) = _by(VF.lstm, x, hx or (None, None), weights, (proj_size or hidden, hidden), config, batch_first)
+    return out, (h, c)
 
 
 def rnn(
@@ -42,7 +34,8 @@ def rnn(
     """Run an Elman RNN. Returns (output, h_n), shapes as `torch.nn.RNN` gives them."""
     kernel = VF.rnn_tanh if nonlinearity == "tanh" else VF.rnn_relu
     config = (bias, layers, dropout, training, bidirectional)
-    return _by(kernel, x, hx, weights, weights[0].shape[0], config, batch_first)
+    out, (h,) = _by(kernel, x, (hx,), weights, (weights[0].shape[0],), config, batch_first)
+    return out, h
 
 
 def gru(
@@ -51,22 +44,25 @@ def gru(
 ) -> Any:  # fmt: skip
     """Run a GRU. Returns (output, h_n), shapes as `torch.nn.GRU` gives them."""
     config = (bias, layers, dropout, training, bidirectional)
-    return _by(VF.gru, x, hx, weights, weights[0].shape[0] // 3, config, batch_first)
+    out, (h,) = _by(VF.gru, x, (hx,), weights, (weights[0].shape[0] // 3,), config, batch_first)
+    return out, h
 
 
 def _by(
-    kernel: Callable[..., Any], x: Tensor | PackedSequence, hx: Tensor | None, weights: list[Tensor], hidden: int,
-    config: tuple[Any, ...], batch_first: bool,
+    kernel: Callable[..., Any], x: Tensor | PackedSequence, initial: Sequence[Tensor | None], weights: list[Tensor],
+    hidden: Sequence[int], config: tuple[Any, ...], batch_first: bool,
 ) -> Any:  # fmt: skip
-    """Run a layer that has one state."""
+    """Run a layer with these initial states, each of a hidden size; return its output and its final states."""
     _, layers, _, _, bidirectional = config
     steps, sizes, batch = _steps(x, batch_first)
-    state = _state(hx, x, steps, (layers * (2 if bidirectional else 1), batch, hidden))
+    count = layers * (2 if bidirectional else 1)
+    states = [_state(h, x, steps, (count, batch, size)) for h, size in zip(initial, hidden, strict=True)]
+    taken = states if len(states) > 1 else states[0]
     if sizes is None:
-        out, h = kernel(steps, state, weights, *config, batch_first)
+        out, *final = kernel(steps, taken, weights, *config, batch_first)
     else:
-        out, h = kernel(steps, sizes, state, weights, *config)
-    return _output(out, x, batch_first), _final(h, x)
+        out, *final = kernel(steps, sizes, taken, weights, *config)
+    return _output(out, x, batch_first), [_final(state, x) for state in final]
 
 
 def _steps(x: Tensor | PackedSequence, batch_first: bool) -> tuple[Tensor, Tensor | None, int]:

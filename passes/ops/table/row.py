@@ -43,8 +43,8 @@ class Kind:
     until: str = ""  # the torch version that took it away
     fp16_on: tuple[str, ...] = ()  # devices whose autocast runs the op in FP16, whichever low dtype it is asked for
     is_cast: bool = False  # the op is a cast in the user's code
-    # the op reads the "shape", the "dtype", an "attribute" or an "item" of a value, "asserts" its metadata, or switches
-    # a "mode" of torch, so that only the graph may run it; it does no arithmetic, and has no colour
+    # The op reads the "shape", the "dtype", an "attribute" or an "item" of a value, "asserts" its metadata, or switches
+    # a "mode" of torch, so that only the graph may run it; it does no arithmetic, and has no colour.
     asks: str = ""
     loss: bool = False  # the op is a loss: a sum of small terms
     splits: bool = False  # from O2 on it is split into the terms of the sum, which may be low, and the sum
@@ -52,7 +52,7 @@ class Kind:
     no_low_for: tuple[Any, ...] = ()  # arguments for which it lacks a low kernel on every device
     no_low_backward: bool = False  # its low kernel is for the forward only, as torch's own tests say
     tries_low: bool = False  # whether it has a low kernel depends on the machine or on arguments, so it is tried
-    # devices whose kernel cannot project the hidden state, so that the op is then a composite
+    # Devices whose kernel cannot project the hidden state, so that the op is then a composite.
     unprojected: tuple[str, ...] = ()
 
 
@@ -64,28 +64,28 @@ class Operands:
     uncast: tuple[str, ...] = ()  # arguments that are never cast to low: statistics, affine parameters, tables
     affine: tuple[str, ...] = ()  # arguments that are applied to its result, so that another op may apply them
     same_dtype: bool = False  # the kernel rejects operands of different float dtypes, so all of them are cast to one
-    # devices whose autocast casts the operands to the widest of their dtypes, as the backward then has them
+    # Devices whose autocast casts the operands to the widest of their dtypes, as the backward then has them.
     widens: tuple[str, ...] = ()
-    # the kernel accepts operands of several floating dtypes, and casts the narrower ones up as it reads them
+    # The kernel accepts operands of several floating dtypes, and casts the narrower ones up as it reads them.
     promotes_inside: bool = False
-    # devices where `dtype=float32` may replace a cast to FP32: the bits are the same, or autocast's
+    # Devices where `dtype=float32` may replace a cast to FP32: the bits are the same, or autocast's.
     absorbs_cast: tuple[str, ...] = ()
-    # the kernel casts its result to the dtype of `out=`; other kernels reject an `out=` of another dtype
+    # The kernel casts its result to the dtype of `out=`; other kernels reject an `out=` of another dtype.
     casts_out: bool = False
     dtype_arg: bool = False  # the op has a `dtype=` argument; if it is given, it wins over the rule
     converts_first: bool = False  # the op converts its first operand to `dtype=`, if given, before it computes
     never_narrows: bool = False  # like `converts_first`, but the op raises an error if `dtype=` is narrower
-    # another `dtype=` changes the numbers by more than rounding, since the op draws, sums or divides in it
+    # Another `dtype=` changes the numbers by more than rounding, since the op draws, sums or divides in it.
     exact: bool = False
     names_dtype: bool = False  # an argument of the op names the dtype that its result has
-    # the dtype of each output for floating operands: "float" (the dtype the op ran in), "first" (that of the first
+    # The dtype of each output for floating operands: "float" (the dtype the op ran in), "first" (that of the first
     # floating operand), "bool", "int" (64 bits), "integer" (a width that arguments decide), "complex". If overloads
     # differ in the number of outputs, the longer tuple; () if no tensor is returned.
     out: tuple[str, ...] = ("float",)
     out_of: str = ""  # the operand that gives an output "first" its dtype, if it is not the first one: a table
-    # the op works on a sharded tensor, and fake tensors cannot run it; the result has the operand's dtype
+    # The op works on a sharded tensor, and fake tensors cannot run it; the result has the operand's dtype.
     shards: bool = False
-    # the op runs step by step in time; all its outputs, however nested, have the dtype that it ran in
+    # The op runs step by step in time; all its outputs, however nested, have the dtype that it ran in.
     recurrent: bool = False
     casts_again: str = ""  # the argument with which autocast casts the input once more
     folds: bool = False  # its kernel is chosen by whether the weight requires gradients
@@ -95,29 +95,29 @@ class Operands:
 class Aliasing:
     """What shares storage, and what is written."""
 
-    # the op may return an operand or a view of it, though no schema says so: "first" for its first argument, "all" for
-    # any, "sole" if it has one alone
+    # The op may return an operand or a view of it, though no schema says so: "first" for its first argument, "all" for
+    # any, "sole" if it has one alone.
     may_alias: str = ""
     view: bool = False  # the op only makes a new view, or most often does; no data moves
     free_backward: bool = False  # the gradient of each operand is the incoming gradient itself, or a view of it
     in_place: bool = False  # the op writes to its first argument, as others do whose name ends in an underscore
-    # arguments that the op writes to though no schema says so, unless another argument has a certain value: (that
-    # argument, its default, the value for which nothing is written, names of what is written)
+    # Arguments that the op writes to though no schema says so, unless another argument has a certain value: (that
+    # argument, its default, the value for which nothing is written, names of what is written).
     writes: tuple[Any, ...] = ()
-    # the program sees the bits of its operand, or how many there are: "" (no), "always", or "dtype" where an argument
-    # is one
+    # The program sees the bits of its operand, or how many there are: "" (no), "always", or "dtype" where an argument
+    # is one.
     shows_bits: str = ""
-    # whether the in-place op draws different numbers for another dtype, instead of rounding the same ones: "" (no),
-    # "always", or the last torch version that did
+    # Whether the in-place op draws different numbers for another dtype, instead of rounding the same ones: "" (no),
+    # "always", or the last torch version that did.
     redraws: str = ""
 
 
 @dataclass(frozen=True)
 class Numerics:
-    """What the op does to numbers: why 16 bits may hurt, and which values it makes."""
+    """What the op does to numbers: why 16 bits may hurt, which values it makes, and what it may be in a norm."""
 
     sensitive: str = ""  # why a low dtype may hurt, on any device: "" (it does not), "range" or "rounding"
-    # whether rounding before the op and after it give the same bits: "" (no), "forward", or "both" (in backward too).
+    # Whether rounding before the op and after it give the same bits: "" (no), "forward", or "both" (in backward too).
     # Where facts of a device say it of a low dtype, they decide.
     commutes: str = ""
     accumulates: tuple[Any, ...] = ()  # for some arguments it sums or multiplies many values into one; ("",) for all
@@ -125,24 +125,18 @@ class Numerics:
     counts: bool = False  # the op makes positions, whatever its operands are
     of_integers: bool = False  # the op makes a float from integers, which may be a position
     bounded: bool = False  # the op brings values of any size back into range
-    # the largest absolute value that the op gives, whatever it is given; None where there is no such
+    # The largest absolute value that the op gives, whatever it is given; None where there is no such.
     at_most: float | None = None
-    # the argument with the sizes that the op normalises over: numbers below the root of their product
+    # The argument with the sizes that the op normalises over: numbers below the root of their product.
     normalizes: str = ""
-    # the op clamps a value to numbers among its arguments: "" (no), "bounds", or "from_one" if the number is the
-    # distance from zero and from one
+    # The op clamps a value to numbers among its arguments: "" (no), "bounds", or "from_one" if the number is the
+    # distance from zero and from one.
     limits: str = ""
     chooses: bool = False  # the result changes by steps: an index, a rounded number, a truth value
     holds_eps: bool = False  # the kernel holds its eps in FP32, whatever the dtypes of its operands
-
-
-@dataclass(frozen=True)
-class Norms:
-    """What the op may be in a norm or a softmax that is written by hand."""
-
-    # what it may be in a norm or a softmax that is written by hand: "arithmetic", "statistic", "quotient", "product"
+    # What it may be in a norm or a softmax that is written by hand: "arithmetic", "statistic", "quotient", "product"
     # (with a reciprocal) and "difference" (of a logarithm) where it may divide by a statistic, "reciprocal",
-    # "logarithm", "exponential", "power" (of which it may be the reciprocal)
+    # "logarithm", "exponential", "power" (of which it may be the reciprocal).
     in_norm: tuple[str, ...] = ()
 
 
@@ -151,18 +145,18 @@ class Bodies:
     """Graphs among the arguments of a higher-order op, and what is left of an op that autograd has split."""
 
     higher_order: bool = False  # the op calls graphs that are among its arguments
-    # how the graphs in a higher-order op are compiled: "" (as they are), "fixed" (between the dtypes of the original),
-    # or "entered" (with the dtypes that its operands have here, if it is called only here)
+    # How the graphs in a higher-order op are compiled: "" (as they are), "fixed" (between the dtypes of the original),
+    # or "entered" (with the dtypes that its operands have here, if it is called only here).
     bodies: str = ""
     operands_at: int = 0  # where in its arguments the operands of a body that is entered begin
     recomputed: bool = False  # its body runs once more in backward
     switches: str = ""  # the mode that it switches for its body: "grad" or "autocast"
-    # the ops that are left of it where autograd has split it into its forward and its backward
+    # The ops that are left of it where autograd has split it into its forward and its backward.
     leaves: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Rule(Bodies, Norms, Numerics, Aliasing, Operands, Kind):
+class Rule(Bodies, Numerics, Aliasing, Operands, Kind):
     """One row: in which dtype an op runs on each device, why, and what a pass must know to obey.
 
     The columns are those of its groups, `Kind` first. A column that says "for some arguments" holds the name of one and
