@@ -140,8 +140,8 @@ def compile_graph(
         units = _compiled(outermost, (steps.decide, *steps.rewrite), edits, {})
     if plan is not None and exact and any(d.graph >= len(units) for d in plan.decisions):
         raise PlanError(f"the plan has more graphs than the {len(units)} of this model; {REMEDY}")
-    made = _plan_of(policy, capture, notes, units, edits)
-    return made if plan is None else replace(made, timings={**plan.timings, **made.timings})
+    result = _plan_of(policy, capture, notes, units, edits)
+    return result if plan is None else replace(result, timings={**plan.timings, **result.timings})
 
 
 def _note(graph: Graph, attribute: Callable[[str], Any], origins: Mapping[Node, Origin]) -> None:
@@ -192,7 +192,7 @@ def _compiled(unit: Unit, steps: Sequence[Pass], edits: Counter[str], done: dict
 def _run(unit: Unit, steps: Sequence[Pass], edits: Counter[str]) -> Unit:
     """Run passes over one graph, call the watchers, and count each rewrite; return the graph with what was decided."""
     for step in steps:
-        for watcher in _WATCHERS.get():
+        for watcher in watchers():
             watcher.before(step, unit)
         result, fired = step(unit), dict[str, int]()
         if isinstance(result, Assignment):
@@ -200,7 +200,7 @@ def _run(unit: Unit, steps: Sequence[Pass], edits: Counter[str]) -> Unit:
         else:
             unit, fired = unit.after(), result
         edits.update({f"{step.name}/{rule}": n for rule, n in fired.items()})  # those too that fired 0 times
-        for watcher in reversed(_WATCHERS.get()):  # verification last: it is no part of a pass, and may raise
+        for watcher in reversed(watchers()):  # verification last: it is no part of a pass, and may raise
             watcher.after(step, unit, fired)
     return unit
 
@@ -224,7 +224,7 @@ def _plan_of(policy: Policy, capture: str, notes: tuple[str, ...], units: Sequen
         casts=sum(is_inserted(n) and n.target is not again for unit in units for n in unit.graph.nodes),
         edits=dict(edits),
         machine=str(this_machine(units[0].target.device)),
-        timings={key: taken for unit in units for key, taken in unit.decided.timings.items()},
+        timings={key: time for unit in units for key, time in unit.decided.timings.items()},
     )
 
 
@@ -250,7 +250,12 @@ class Verified(Watcher):
             verify(unit.graph, unit.decided if step.ensures is Ensures.DTYPES else None)
 
 
-_WATCHERS: ContextVar[tuple[Watcher, ...]] = ContextVar("watchers", default=(Verified(),))  # which is always the first
+_WATCHERS: ContextVar[tuple[Watcher, ...]] = ContextVar("watchers", default=(Verified(),))
+
+
+def watchers() -> tuple[Watcher, ...]:
+    """Return the present watchers; verification is always the first of them."""
+    return _WATCHERS.get()
 
 
 @contextlib.contextmanager

@@ -99,10 +99,10 @@ class AssignPrecision:
 def _simulation(unit: Unit, policy: Policy) -> Simulation:
     """Return what the policy decides before any value is placed, beside what autocast does."""
     graph, original = unit.graph, original_dtypes(unit.graph, unit.attribute)
-    shared = unit.target, graph, original, Inference(), Aliases(graph), unit.border
-    reference = Simulation(AutocastRules(), Policy("O1"), *shared)
+    common = unit.target, graph, original, Inference(), Aliases(graph), unit.border
+    reference = Simulation(AutocastRules(), Policy("O1"), *common)
     reference.rules.settle(reference)
-    simulation = Simulation(PolicyRules(policy.level), policy, *shared, reference)
+    simulation = Simulation(PolicyRules(policy.level), policy, *common, reference)
     simulation.rules.settle(simulation)
     return simulation
 

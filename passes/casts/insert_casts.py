@@ -48,13 +48,13 @@ class InsertCasts:
             if colours[node].casts:
                 _cast_operands(unit, node, colours[node])
         restore_outputs(unit)
-        made = Counter(note_of(node).made_by for node in unit.inserted)
+        makers = Counter(note_of(node).made_by for node in unit.inserted)
         return {
-            "operand": made[CAST_OPERAND],
+            "operand": makers[CAST_OPERAND],
             "clamp": edits[Clamp],
             "argument": edits[SetDtype] + edits[Replace],
-            "output": made[RESTORE_OUTPUT],
-            "read": made[READ_OUTPUT],
+            "output": makers[RESTORE_OUTPUT],
+            "read": makers[READ_OUTPUT],
             "assertion": loosen_assertions(graph, lambda n: operator.ne(*unit.dtypes_of(n))),
         }
 

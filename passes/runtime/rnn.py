@@ -57,12 +57,12 @@ def _by(
     steps, sizes, batch = _steps(x, batch_first)
     count = layers * (2 if bidirectional else 1)
     states = [_state(h, x, steps, (count, batch, size)) for h, size in zip(initial, hidden, strict=True)]
-    taken = states if len(states) > 1 else states[0]
+    state = states if len(states) > 1 else states[0]
     if sizes is None:
-        out, *final = kernel(steps, taken, weights, *config, batch_first)
+        out, *final = kernel(steps, state, weights, *config, batch_first)
     else:
-        out, *final = kernel(steps, sizes, taken, weights, *config)
-    return _output(out, x, batch_first), [_final(state, x) for state in final]
+        out, *final = kernel(steps, sizes, state, weights, *config)
+    return _output(out, x, batch_first), [_final(h, x) for h in final]
 
 
 def _steps(x: Tensor | PackedSequence, batch_first: bool) -> tuple[Tensor, Tensor | None, int]:

@@ -322,8 +322,9 @@ class AutocastRules:
     def visit(self, run: Simulation, node: Node, floats: list[ops.Operand]) -> None:
         """Decide on a call, if there is anything to decide, and set its choice and the dtypes of its results."""
         site = site_of(run, node, floats)
-        if (decided := decide(run, site)) is not None:
-            choice, run.dtypes[node] = self.fit(run, site, decided)
+        choice = decide(run, site)
+        if choice is not None:
+            choice, run.dtypes[node] = self.fit(run, site, choice)
             causes = tuple(o.node for o in floats if o.node in run.colours)
             run.colours[node] = replace(choice, reason=replace(choice.reason, causes=causes))
 

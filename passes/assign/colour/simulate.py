@@ -162,8 +162,8 @@ class Simulation:
         """Run through a body with these dtypes at its border."""
         reference = None if self.reference is None else self.reference.bodies.get(node)
         graph, original = body.graph, original_dtypes(body.graph, body.attribute)
-        shared = self.target, graph, original, self.infer, Aliases(graph), border
-        inside = Simulation(self.rules, self.policy, *shared, reference)
+        common = self.target, graph, original, self.infer, Aliases(graph), border
+        inside = Simulation(self.rules, self.policy, *common, reference)
         self.rules.settle(inside)
         return inside
 
