@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node, map_arg
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from passes._torch import pytree
 from passes.graph.aliases import Aliases
@@ -179,6 +180,29 @@ class GraphSites:
         return self._aliases.is_mutated(node)
 
 
+class Companions:
+    """The FP32 values of low tensors that graphs hand out.
+
+    A value crosses a graph break in the dtype of the plan, for which the code behind the break was captured, and is
+    read there as it was computed.
+    """
+
+    def __init__(self) -> None:
+        self._values: Any = WeakTensorKeyDictionary()
+
+    def of(self, values: Any) -> Any:
+        """Return values, each low tensor that has a companion replaced by it."""
+        return pytree.tree_map_only(Tensor, lambda v: self._values.get(v, v), values)
+
+    def low(self, value: Any, planned: Any) -> Any:
+        """Return a value in the dtype of the planned one, and keep it as a companion where that is low."""
+        if not is_fp32(value) or not isinstance(planned, Tensor) or planned.dtype not in LOW_DTYPES:
+            return value
+        made = value.to(planned.dtype)
+        self._values[made] = value
+        return made
+
+
 class Emulation(Run):
     """Runs one emitted graph in FP32.
 
@@ -187,20 +211,26 @@ class Emulation(Run):
         sites: its sites.
         observer: looks at its values.
         everywhere: look inside the kernels too that run in FP32 by the plan.
+        companions: of what crosses graph breaks; None for a graph inside another one.
     """
 
-    def __init__(self, graph: GraphModule, sites: GraphSites, observer: Observer, everywhere: bool = False) -> None:
+    def __init__(
+        self, graph: GraphModule, sites: GraphSites, observer: Observer, everywhere: bool = False,
+        companions: Companions | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(graph)
-        self._sites, self._observer = sites, observer
+        self._sites, self._observer, self._companions = sites, observer, companions
         self._everywhere = everywhere
         self._learns: set[Node] = set()  # whose values have a gradient without what `at` and `read` make of them
 
     def run_node(self, n: Node) -> Any:
         """Run one node."""
         if n.op == "output":
-            return map_arg(n.args[0], lambda o: self.env[o] if self._has_gradient(o) else _constant(self.env[o]))
+            made = {o: self._handed_out(o) for o in n.all_input_nodes}
+            return map_arg(n.args[0], lambda o: made[o])
         if not n.op.startswith("call"):
-            value = pytree.tree_map(raised, self.value_of(n))
+            value = self.value_of(n)
+            value = pytree.tree_map(raised, value if self._companions is None else self._companions.of(value))
             if any(isinstance(v, Tensor) and v.requires_grad for v in pytree.tree_leaves(value)):
                 self._learns.add(n)
             return value
@@ -218,6 +248,10 @@ class Emulation(Run):
             return value
         site = self._sites.of(n)
         return pytree.tree_map(lambda v: self._seen(site, v, args), value)
+
+    def _handed_out(self, node: Node) -> Any:
+        value = self.env[node] if self._has_gradient(node) else _constant(self.env[node])
+        return value if self._companions is None else self._companions.low(value, node.meta.get("val"))
 
     def _has_gradient(self, node: Node) -> bool:
         return node in self._learns or self._sites.is_written(node)

@@ -285,6 +285,39 @@ def test_bodies_and_graph_breaks_are_looked_into(how: str) -> None:
     assert {"a/linear#0", "b/linear#0", "last/linear#0"} <= what
 
 
+class Chain(nn.Module):
+    def __init__(self, breaks: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.breaks = nn.Linear(16, 64), nn.Linear(64, 4), breaks
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        for _ in range(6):
+            h = torch.tanh(h) * 1.3 + h * 0.1
+        out: Tensor = self.last(h)
+        return out
+
+
+def test_a_value_crosses_a_break_as_planned_and_what_is_behind_it_rounds_as_without_the_break() -> None:
+    batches, found = [(torch.randn(64, 16), torch.randint(4, (64,))) for _ in range(3)], dict[bool, Any]()
+    for breaks in (False, True):
+        torch.manual_seed(0)
+        step = step_of(Chain(breaks), batches=batches, loss=CE)
+        found[breaks] = estimated(step, ("O1",))["O1"]
+        before = len(fxamp.graphs(step.view("O1")))
+        step.run(step.batches[0], "O1")
+        assert len(fxamp.graphs(step.view("O1"))) == before == 1 + breaks  # the real run has no graphs of its own
+    whole, parts = found[False], found[True]
+    assert {(n.key, n.what.partition(" of ")[0]) for n in whole.nodes} == {
+        (n.key, n.what.partition(" of ")[0]) for n in parts.nodes
+    }
+    assert parts.loss == pytest.approx(whole.loss, rel=0.1)
+    assert parts.per_parameter == pytest.approx(whole.per_parameter, rel=0.1)
+    assert fxamp.tune(Chain(True), batches=batches, loss=CE).certificate["measured"] > 0
+
+
 class Spectrum(nn.Module):
     """The head of a vocoder: numbers of a spectrum, by magnitude and phase or as they are, and their signal."""
 
