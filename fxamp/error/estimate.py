@@ -178,7 +178,7 @@ class _Estimate:
             if true is not None:
                 flips[key] = flips.get(key, 0.0) + _expected_flips(true, operand, count, dim)
 
-        return self._step.run(batch, name, Observer(at, edge=edge, choice=choice), scale=scale)
+        return self._step.run(batch, name, Observer(at, edge=edge, kernels=True, choice=choice), scale=scale)
 
 
 def _expected_flips(true: Tensor, probed: Tensor, count: int, dim: int | None) -> float:

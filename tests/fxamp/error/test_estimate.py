@@ -318,6 +318,40 @@ def test_a_value_crosses_a_break_as_planned_and_what_is_behind_it_rounds_as_with
     assert fxamp.tune(Chain(True), batches=batches, loss=CE).certificate["measured"] > 0
 
 
+class Sums(nn.Module):
+    """A mean over rows by a kernel that adds up in 16 bits, value after value; or a norm that does so in backward."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.norm, self.last, self.how = nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 8), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).sigmoid()
+        rows, at = h.new_zeros(4, 32), torch.arange(len(x)) % 4
+        if self.how == "norm":
+            rows = self.norm(h).unflatten(0, (-1, 4)).sum(0)
+        elif self.how == "in place":
+            rows.index_put_((at,), h, accumulate=True)
+        else:
+            rows = rows.index_put((at,), h, accumulate=True)
+        out: Tensor = self.last(rows * (4 / len(x)))
+        return out
+
+
+@pytest.mark.parametrize("how", ["norm", "sum", "in place"])
+def test_sums_of_4096_rows_in_16_bits_are_predicted_as_kernels_make_them(how: str) -> None:
+    torch.manual_seed(0)
+    model, batches = Sums(how), [(torch.randn(4096, 16), torch.arange(4)) for _ in range(3)]
+    given: Any = {"batches": batches, "loss": CE, "policies": "O1,dtype=bf16"}
+    predicted = fxamp.estimate_error(model, **given).policies[0]
+    measured = fxamp.measure_error(model, **given).policies[1]
+    assert measured.per_parameter > 0.1  # as under autocast: rounded once it is below 0.01
+    assert measured.per_parameter / 2 < predicted.per_parameter < measured.per_parameter * 2
+    if how != "norm":
+        assert measured.loss > 3e-3
+        assert measured.loss / 2 < predicted.loss < measured.loss * 2
+
+
 class Spectrum(nn.Module):
     """The head of a vocoder: numbers of a spectrum, by magnitude and phase or as they are, and their signal."""
 
