@@ -31,7 +31,7 @@ from passes.ops.rules import row_of
 from passes.runtime.regions import under_autocast
 
 from .._torch import kept_by_compiled, pop_mode, push_mode, storage_id
-from ..observe.watch import Compile, observed, watching
+from ..observe.watch import Compile, is_run_instead, observed, watching
 from .call import Call, count_graph, current
 from .graph import Graph
 from .graphs import Graphs
@@ -145,9 +145,13 @@ class GraphCall:
 
     def _ran(self, args: tuple[Any, ...]) -> Any:
         """Run what was emitted, and look at what came out."""
-        given = args if self._more is None else (*args, *self._further(args))
+        gm, given = self._gm, args
+        if self._more is not None and is_run_instead():
+            gm = self.graph.emitted  # what runs instead sees casts of weights, and is not given them
+        elif self._more is not None:
+            given = *args, *self._further(args)
         try:
-            outputs = observed(self.graph, self._gm, self._by, self._run, given, self._compile)
+            outputs = observed(self.graph, gm, self._by, self._run, given, self._compile)
         except Exception as e:
             name_the_op(e)
             raise

@@ -39,7 +39,7 @@ from ..convert import convert, converted_in
 from ..errors import NotAModuleError, in_short
 from ..measure.counts import op_counts
 from ..observe.eight_bits import as_made_of
-from ..observe.emulation import Emulation, GraphSites, Observer, Site, is_fp32
+from ..observe.emulation import Companions, Emulation, GraphSites, Observer, Site, is_fp32
 from ..observe.interpret import Run
 from ..observe.snapshot import outside_of_regions
 from ..observe.tensors import dense
@@ -170,14 +170,17 @@ class Step:
         with of_loss, as_before(model, written) as restored:
             yield restored
 
-    def call(self, model: nn.Module, batch: Batch) -> tuple[Any, Tensor]:
+    def call(self, model: nn.Module, batch: Batch, companions: Companions | None = None) -> tuple[Any, Tensor]:
         """Call a model, or one that is called alike, on copies of the inputs of one batch; return output and loss.
+
+        The loss reads the `companions` of an output.
 
         Raises:
             PolicyError: there is no loss, or it has more elements than one.
         """
         inputs, target = copies(batch)
         output = output_of(model, inputs)
+        output = output if companions is None else companions.of(output)
         return output, loss_of(output, target, self.loss)[0]
 
     def under(self, policies: Any) -> Step:
@@ -398,14 +401,16 @@ class Step:
     def _observed(
         self, batch: Batch, name: str, observer: Observer, everywhere: bool, backward: bool, scale: float
     ) -> Outcome:
-        read = set[int]()  # inputs of graphs
+        read, companions = set[int](), Companions()  # inputs of graphs, and what crosses breaks
 
         def run(known: Graph, graph: GraphModule, args: tuple[Any, ...]) -> Any:
             read.update(map(id, (graph, *args, *graph.parameters())))
-            return Emulation(graph, self._sites_of(graph, known), observer, everywhere).start(*args)
+            return Emulation(graph, self._sites_of(graph, known), observer, everywhere, companions).start(*args)
 
         with run_instead(run):
-            outcome = self._step(self.view(name), batch, contextlib.nullcontext, scale, backward=backward)
+            outcome = self._step(
+                self.view(name), batch, contextlib.nullcontext, scale, backward=backward, companions=companions
+            )
         missing = {n for n, p in self.author.named_parameters() if n in outcome.gradients and id(p) not in read}
         if not read or (outcome.gradients and len(missing) == len(outcome.gradients)):
             raise CaptureError(
@@ -482,11 +487,11 @@ class Step:
 
     def _step(
         self, model: nn.Module, batch: Batch, region: Callable[[], Any], scale: float = 1.0, *, backward: bool = True,
-        wide: bool = False, reference: bool = False,
+        wide: bool = False, reference: bool = False, companions: Companions | None = None,
     ) -> Outcome:  # fmt: skip
         """Run a step of a model, in float64 if it is `wide`, and leave everything as it was.
 
-        One that is a `reference`, or wide, computes nothing in 8 bits.
+        One that is a `reference`, or wide, computes nothing in 8 bits. The loss reads the `companions` of an output.
 
         All parameters are copied beforehand for the first step, and then those that a step has written: each begins
         with the same parameters and random numbers, and runs the same code.
@@ -507,7 +512,7 @@ class Step:
                 stack.enter_context(in_float64(author, draws=self._draws))
             before = generators(self.device)
             with region():
-                output, loss = self.call(model, batch)
+                output, loss = self.call(model, batch, companions)
             self._draws = self._draws or not all(map(torch.equal, before, generators(self.device)))
             if backward and loss.requires_grad:
                 (loss.double() * scale).backward()

@@ -20,7 +20,7 @@ from ..observe.workload import Loss
 from ..results import some
 from .derivatives import Derivatives, keys_of
 from .report import PREDICTED, ErrorReport, Errors, NodeError, Tally, degenerate, living, squared
-from .rounding import rounded
+from .rounding import Curvature, rounded
 from .variances import Moved, Unrounded, coherent
 
 
@@ -35,7 +35,8 @@ def estimate_error(
     The error of the loss comes from a forward and backward that round nothing, and is the root of a sum over all values
     that are rounded: see `fxamp.error.variances`. The error of the gradient comes from one more step a batch, in
     which all of these are rounded at random (stochastic rounding has twice the variance of rounding to nearest). Both
-    are RMS values, for these batches and these weights, to first order. An FP16 loss is scaled in that step, as
+    are RMS values, for these batches and these weights, to first order. That step gives the second order of the loss,
+    its expected increase, too: see `fxamp.error.rounding.Curvature`. An FP16 loss is scaled in that step, as
     `fxamp.LossScaler` does at first, by as much as stays finite. Two to four batches are enough. Everything is as
     before afterwards.
 
@@ -108,6 +109,7 @@ class _Estimate:
         self._plain = Unrounded(step, names)
         self._tallies = {name: Tally() for name in names}
         self._flips = {name: dict[str, float]() for name in names}
+        self._increases = {name: list[float]() for name in names}  # by batch
         self.losses, self.norms = list[float](), dict[str, float]()
         for number, batch in enumerate(step.batches):
             for at, (base, served) in enumerate(self._plain.runs.items()):
@@ -118,7 +120,8 @@ class _Estimate:
                     self.losses.append(plain.loss)
                     squared(plain.gradients, self.norms)
                 for name in served if gradients else ():  # of one policy after the other, so that they are held once
-                    self._tallies[name].add(0.0, self._probe(name, batch, choices).gradients, plain.gradients, 2.0)
+                    probe = self._probe(name, batch, choices, plain.loss)
+                    self._tallies[name].add(0.0, probe.gradients, plain.gradients, 2.0)
         runs = self._plain.runs if gradients == "nodes" else ()
         self._derivatives = {base: Derivatives(step, base, self.norms) for base in runs}
 
@@ -130,32 +133,42 @@ class _Estimate:
         swamped = {m.site.key: m.swamped for m in moved if m.swamped > 0.5}
         derived = self._derivatives.get(self._plain.base(name))
         nodes = _nodes(moved, None if derived is None else derived.gradients(keys_of(m.site) for m in moved))
+        increases = self._increases[name]
         return self._tallies[name].errors(
-            name, self.norms, loss=square**0.5, increase=square / 2, nodes=nodes, flips=flips, swamped=swamped
-        )
+            name, self.norms, loss=square**0.5, increase=sum(increases) / count if increases else None, nodes=nodes,
+            flips=flips, swamped=swamped,
+        )  # fmt: skip
 
-    def _probe(self, name: str, batch: Batch, choices: Sequence[tuple[str, Tensor]]) -> Outcome:
-        """Run a step that rounds at random, and count the choices that it would change."""
+    def _probe(self, name: str, batch: Batch, choices: Sequence[tuple[str, Tensor]], loss: float) -> Outcome:
+        """Run a step that rounds at random, count the choices that it would change, and note the increase of `loss`."""
         changed: dict[str, float] = {}
+        increase = 0.0
 
         def run(scale: float) -> Outcome:
+            nonlocal increase
             changed.clear()
-            return self._rounded(name, batch, scale, iter(choices), changed)
+            curvature = Curvature()
+            ran = self._rounded(name, batch, scale, iter(choices), changed, curvature)
+            increase = curvature.of(ran.loss - loss, scale) / 4  # half of e.He, with half the variance of the draw
+            return ran
 
         ran, flips = self._step.scaled(name, run), self._flips[name]
         for key, count in changed.items():
             flips[key] = flips.get(key, 0.0) + count
+        self._increases[name].append(increase)
         return ran
 
     def _rounded(
-        self, name: str, batch: Batch, scale: float, before: Iterator[tuple[str, Tensor]], flips: dict[str, float]
-    ) -> Outcome:
+        self, name: str, batch: Batch, scale: float, before: Iterator[tuple[str, Tensor]], flips: dict[str, float],
+        curvature: Curvature,
+    ) -> Outcome:  # fmt: skip
         """Run a step that rounds at random; add to `flips` how many of the choices `before` it changes."""
         low, generator = self._step.policy(name).dtype or torch.bfloat16, self._generator
         generator.manual_seed(len(self.losses))
 
         def at(site: Site, value: Tensor) -> Tensor:
-            return rounded(value, low, generator, forward=site.part != "scores") if site.rounds else value
+            forward = site.part != "scores"
+            return rounded(value, low, generator, forward=forward, into=curvature) if site.rounds else value
 
         def edge(value: Tensor) -> Tensor:
             return rounded(value, low, generator, forward=False)
@@ -165,7 +178,7 @@ class _Estimate:
             if true is not None:
                 flips[key] = flips.get(key, 0.0) + _expected_flips(true, operand, count, dim)
 
-        return self._step.run(batch, name, Observer(at, edge=edge, choice=choice), scale=scale)
+        return self._step.run(batch, name, Observer(at, edge=edge, kernels=True, choice=choice), scale=scale)
 
 
 def _expected_flips(true: Tensor, probed: Tensor, count: int, dim: int | None) -> float:

@@ -53,8 +53,10 @@ class Errors:
     Attributes:
         policy: As it was asked for; "FP32" is the model without conversion.
         loss: RMS error of the loss, absolute, over batches.
-        increase: The other reading of the same sum, with the Fisher information for the Hessian: the expected increase
-            of a loss that is a log likelihood. Half of the square of `loss`. None where errors are measured.
+        increase: Predicted: by how much the loss rises on average over roundings, which have no mean: half of the sum
+            over values of ulp^2 / 12 times the second derivative. One draw a batch: few examples give it to a factor of
+            two. It supposes that gradients are the derivative of the loss (nothing in it is detached). None where
+            errors are measured, or gradients not predicted.
         gradient: Norm of the error of the whole gradient over the norm of the gradient.
         per_parameter: Root of the mean square of `parameters`. `fxamp.tune` keeps this one within its tolerance.
         parameters: The same for each parameter alone, by name; without dead ones.
@@ -189,7 +191,8 @@ class ErrorReport(Result):
         rows: dict[tuple[Any, ...], list[str]] = {}  # what policies that round the same have in common
         for e in self.policies:
             cast = None if e.cast_bytes is None else f"{e.cast_bytes / 1e6:.2f}"
-            numbers = (_number(e.loss, self.floor), *map(_number, (e.increase, e.gradient, e.per_parameter)))
+            of_loss = _number(e.loss, self.floor), _number(e.increase, self.floor)
+            numbers = *of_loss, _number(e.gradient), _number(e.per_parameter)
             cells = (*numbers, len(e.flagged), e.casts, cast)
             rows.setdefault(cells, []).append(e.policy)
         parts = [head, table(columns, [(", ".join(names), *cells) for cells, names in rows.items()], style)]

@@ -91,22 +91,54 @@ def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         yield from zip(*(t.split(rows) for t in tensors), strict=True)
 
 
+class Curvature:
+    """e.He, from one step: e are roundings, one of each value, and H is the second derivative of the loss by them.
+
+    They move the loss by g.e + e.He / 2, where g are the gradients without them; those with them are g + He. So e.He is
+    twice what the product of e with the latter is above what the loss is moved by.
+    """
+
+    def __init__(self) -> None:
+        self._products: list[Tensor] = []
+
+    def add(self, moved: Tensor, grad: Tensor) -> None:
+        """Add what one value is moved by, and its gradient."""
+        self._products.append((moved * grad).sum(dtype=torch.float64))
+
+    def of(self, moved: float, scale: float) -> float:
+        """Return e.He of a loss that was moved so far, and whose gradients are scaled."""
+        return 2 * (float(sum(p.cpu() for p in self._products)) / scale - moved)
+
+
 class Rounded(torch.autograd.Function):
     """A value rounded at random in forward, unless that is left out, and its gradient in backward."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, low: torch.dtype, generator: torch.Generator, forward: bool) -> Tensor:
+    def forward(
+        ctx: Any, value: Tensor, low: torch.dtype, draws: torch.Generator, forward: bool, into: Curvature | None
+    ) -> Tensor:
         """Round the value, or return a view of it."""
-        ctx.low, ctx.generator = low, generator
-        return stochastic(value, low, generator) if forward else value.view_as(value)
+        ctx.low, ctx.draws, ctx.into = low, draws, into
+        if not forward:
+            return value.view_as(value)
+        made = stochastic(value, low, draws)
+        if into is not None:
+            ctx.save_for_backward((made - value).nan_to_num_(0.0, 0.0, 0.0))  # infinity of a mask moves nothing
+        return made
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         """Round the gradient."""
-        return stochastic(grad, ctx.low, ctx.generator), None, None, None
+        for moved in ctx.saved_tensors:
+            ctx.into.add(moved, grad)
+        return stochastic(grad, ctx.low, ctx.draws), None, None, None, None
 
 
-def rounded(value: Tensor, low: torch.dtype, generator: torch.Generator, *, forward: bool = True) -> Tensor:
-    """Return a value rounded at random, whose gradient is rounded at random in backward."""
-    made: Tensor = Rounded.apply(value, low, generator, forward)  # type: ignore[no-untyped-call]
+def rounded(
+    value: Tensor, low: torch.dtype, generator: torch.Generator, *, forward: bool = True, into: Curvature | None = None
+) -> Tensor:
+    """Return a value rounded at random, whose gradient is rounded at random in backward, and adds to a curvature."""
+    if into is not None and forward and not value.requires_grad:
+        value = value.detach().requires_grad_()
+    made: Tensor = Rounded.apply(value, low, generator, forward, into)  # type: ignore[no-untyped-call]
     return made

@@ -8,6 +8,8 @@ No policy is needed for a run: V and S are known at every value, and at every se
 So one run serves all policies whose roundings are at places of its graphs. A cast gets the gradient of its own readers;
 of two casts of a value in two policies, one is for readers of the other.
 
+Where a kernel adds many values up in 16 bits, one after the other, S is what it makes of the sum, less the sum.
+
 One error is no noise: h + u, where h is a low value and u less than half of its ulp, is h. The update u is lost, and
 the next one too: over many steps such losses add up, while roundings cancel. So what they move the loss by, L, the sum
 of g * -u over lost updates, is added over all sums of a graph before it is squared.
@@ -139,7 +141,9 @@ class Unrounded:
         """Run a step on one batch, and add the key and the operand of each choice to `choices`."""
         sums = Sums([self._places[n] for n in self.runs[base]], self._places[base].rounded)
         self._sums[base].append(sums)
-        observer = Observer(sums.at, sums.read, choice=lambda key, o, *_: choices.append((key, o.clone())))
+        observer = Observer(
+            sums.at, sums.read, total=sums.total, choice=lambda key, o, *_: choices.append((key, o.clone()))
+        )
         outcome = self._step.run(batch, base, observer, everywhere=True)
         sums.end()
         return outcome
@@ -174,6 +178,7 @@ class Sums:
         self._by_read: dict[tuple[str, str], list[Place]] = {}
         self._updates = frozenset(place for places in served for place in places.updates)
         self._operands: tuple[str, list[Tensor]] = "", []  # of the node that is read for
+        self._totals: dict[Place, Tensor] = {}  # what a kernel makes of a sum, until the sum is seen
         for places in served:
             for place in places.rounded:
                 self._lows.setdefault(place, {})[places.low] = None
@@ -190,6 +195,10 @@ class Sums:
         reader, operands = self._operands
         summed = site.place in self._updates and reader == site.key and len(operands) == 2 and not site.writes
         return self._hooked(site.place, value, writes=site.writes, operands=operands if summed else ())
+
+    def total(self, site: Site, total: Tensor) -> None:
+        """Note what a kernel makes of a sum in 16 bits, whose error is that and no rounding of the sum."""
+        self._totals[site.place] = total
 
     def read(self, reader: str, source: str, value: Tensor) -> Tensor:
         """Let the gradient of a read add to the sums of the casts that it goes through, each a view for its readers."""
@@ -214,7 +223,10 @@ class Sums:
             if writes:
                 return value
             value = value.detach().requires_grad_()
-        kept = [(value.detach().clone() if writes else value.detach(), [t.detach() for t in operands])]
+        kept = [(
+            value.detach().clone() if writes else value.detach(), [t.detach() for t in operands],
+            self._totals.pop(place, None),
+        )]  # fmt: skip
 
         def add(grad: Tensor | None) -> None:
             self._views.pop(view, None)
@@ -224,10 +236,16 @@ class Sums:
         value.register_hook(add)
         return value
 
-    def _add(self, place: Place, held: Tensor, operands: Sequence[Tensor], grad: Tensor) -> None:
+    def _add(
+        self, place: Place, held: Tensor, operands: Sequence[Tensor], total: Tensor | None, grad: Tensor
+    ) -> None:  # fmt: skip
         read = [t.expand_as(held) for t in operands]
         for low in self._lows[place]:
             found = self._found.setdefault(low, {})
+            if total is not None:
+                apart = (total - held).mul_(grad).sum()
+                found[place] = torch.stack((apart.square(), apart, *torch.zeros(3))) + found.get(place, 0.0)
+                continue
             for t, g, *terms in blocks(held, grad, *read):
                 off = error(t, low)
                 unit = power(t, low)
@@ -239,6 +257,7 @@ class Sums:
     def end(self) -> None:
         """Let go of the values of a step: of what has got no gradient, and of what was read last."""
         self._views.clear()
+        self._totals.clear()
         self._operands = "", []
 
     def found(self, low: torch.dtype) -> Mapping[Place, tuple[float, ...]]:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node, map_arg
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from passes._torch import pytree
 from passes.graph.aliases import Aliases
@@ -27,6 +28,7 @@ from passes.graph.bodies import Body
 from passes.graph.notes import READ_OUTPUT, is_inserted, is_ours, note_of
 from passes.graph.values import LOW_DTYPES, module_path, no_autocast, source
 from passes.ops import ops
+from passes.ops.facts import accumulates, facts_of
 from passes.ops.rules import row_of
 from passes.runtime.casts import again, cast_floating, cast_weight
 from passes.runtime.regions import under_autocast
@@ -101,6 +103,8 @@ class Observer:
             returns the value that is read.
         edge: is called with each read of a low value that has several readers, where there is no `read`; returns the
             value that is read.
+        kernels: sums that real kernels make in 16 bits, value after value, are theirs, those of gradients too.
+        total: is called with what such a kernel makes of a sum in forward, before the value itself is seen.
         choice: is called with the key of an op that selects the largest, its operand, how many it selects, and of
             which dimension (None for all of them).
     """
@@ -108,6 +112,8 @@ class Observer:
     value: Callable[[Site, Tensor], Tensor] = lambda _, value: value
     read: Callable[[str, str, Tensor], Tensor] | None = None
     edge: Callable[[Tensor], Tensor] | None = None
+    kernels: bool = False
+    total: Callable[[Site, Tensor], None] | None = None
     choice: Callable[[str, Tensor, int, int | None], None] | None = None
 
 
@@ -155,6 +161,15 @@ class GraphSites:
             self._sites[node, part] = found
         return found
 
+    def sums_low(self, node: Node) -> bool:
+        """Say whether the kernel of a low node sums the gradient of what it reads many times in 16 bits."""
+        val = node.meta.get("val")
+        return isinstance(val, Tensor) and self.low[node] and facts_of(node, val.device.type, val.dtype).sums_low
+
+    def accumulates_low(self, node: Node) -> bool:
+        """Say whether a low node adds many values up in 16 bits, one after the other."""
+        return self.low[node] and accumulates(node, row_of(node))
+
     def source(self, node: Node) -> str:
         """Return the key of the author's value behind casts; that of an input is its name."""
         while is_ours(node):
@@ -179,6 +194,29 @@ class GraphSites:
         return self._aliases.is_mutated(node)
 
 
+class Companions:
+    """The FP32 values of low tensors that graphs hand out.
+
+    A value crosses a graph break in the dtype of the plan, for which the code behind the break was captured, and is
+    read there as it was computed.
+    """
+
+    def __init__(self) -> None:
+        self._values: Any = WeakTensorKeyDictionary()
+
+    def of(self, values: Any) -> Any:
+        """Return values, each low tensor that has a companion replaced by it."""
+        return pytree.tree_map_only(Tensor, lambda v: self._values.get(v, v), values)
+
+    def low(self, value: Any, planned: Any) -> Any:
+        """Return a value in the dtype of the planned one, and keep it as a companion where that is low."""
+        if not is_fp32(value) or not isinstance(planned, Tensor) or planned.dtype not in LOW_DTYPES:
+            return value
+        made = value.to(planned.dtype)
+        self._values[made] = value
+        return made
+
+
 class Emulation(Run):
     """Runs one emitted graph in FP32.
 
@@ -187,20 +225,26 @@ class Emulation(Run):
         sites: its sites.
         observer: looks at its values.
         everywhere: look inside the kernels too that run in FP32 by the plan.
+        companions: of what crosses graph breaks; None for a graph inside another one.
     """
 
-    def __init__(self, graph: GraphModule, sites: GraphSites, observer: Observer, everywhere: bool = False) -> None:
+    def __init__(
+        self, graph: GraphModule, sites: GraphSites, observer: Observer, everywhere: bool = False,
+        companions: Companions | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(graph)
-        self._sites, self._observer = sites, observer
+        self._sites, self._observer, self._companions = sites, observer, companions
         self._everywhere = everywhere
         self._learns: set[Node] = set()  # whose values have a gradient without what `at` and `read` make of them
 
     def run_node(self, n: Node) -> Any:
         """Run one node."""
         if n.op == "output":
-            return map_arg(n.args[0], lambda o: self.env[o] if self._has_gradient(o) else _constant(self.env[o]))
+            made = {o: self._handed_out(o) for o in n.all_input_nodes}
+            return map_arg(n.args[0], lambda o: made[o])
         if not n.op.startswith("call"):
-            value = pytree.tree_map(raised, self.value_of(n))
+            value = self.value_of(n)
+            value = pytree.tree_map(raised, value if self._companions is None else self._companions.of(value))
             if any(isinstance(v, Tensor) and v.requires_grad for v in pytree.tree_leaves(value)):
                 self._learns.add(n)
             return value
@@ -218,6 +262,10 @@ class Emulation(Run):
             return value
         site = self._sites.of(n)
         return pytree.tree_map(lambda v: self._seen(site, v, args), value)
+
+    def _handed_out(self, node: Node) -> Any:
+        value = self.env[node] if self._has_gradient(node) else _constant(self.env[node])
+        return value if self._companions is None else self._companions.low(value, node.meta.get("val"))
 
     def _has_gradient(self, node: Node) -> bool:
         return node in self._learns or self._sites.is_written(node)
@@ -256,7 +304,7 @@ class Emulation(Run):
         if not isinstance(value, Tensor) or value.dtype != torch.float32:
             return value
         given, by_author = any(value is v for v in pytree.tree_leaves(args)), row_of(site.node).is_cast
-        rounds = site.rounds and (site.part == "cast" or by_author)
+        rounds = site.rounds and (site.part == "cast" or by_author or self._sites.accumulates_low(site.node))
         if given and not rounds and not (by_author and self._everywhere and torch.is_grad_enabled()):
             return value
         return self._observer.value(site, value.view_as(value) if given and not site.writes else value)
@@ -274,7 +322,41 @@ class Emulation(Run):
             made = kernel(lambda part, v: self._observer.value(self._sites.of(n, part), v), named)
             if made is not None:
                 return made
+        if self._observer.kernels and self._sites.sums_low(n) and (call := self._planned_call(n, args, kwargs)):
+            return _SumsOfKernel.apply(*call)  # type: ignore[no-untyped-call]
+        if (self._observer.kernels or self._observer.total) and self._sites.accumulates_low(n):
+            return self._summed(n, args, kwargs)
         return getattr(self, n.op)(n.target, args, kwargs)
+
+    def _summed(self, n: Node, args: Any, kwargs: Any) -> Any:
+        """Add values up in FP32; show what the kernel makes of the sum, or return that."""
+        call, total = self._planned_call(n, args, kwargs), None
+        if call is not None:
+            run, dtypes, *values = call
+            with torch.no_grad():  # on copies, which it may write
+                total = run(*(v.to(dtype, copy=True) for v, dtype in zip(values, dtypes, strict=True))).float()
+        value = getattr(self, n.op)(n.target, args, kwargs)
+        if total is not None and self._observer.total is not None:
+            self._observer.total(self._sites.of(n), total)
+        if total is None or not self._observer.kernels:
+            return value
+        apart = total - value.detach()
+        return value.add_(apart) if self._sites.is_written(n) else value + apart
+
+    def _planned_call(self, n: Node, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
+        """Return a call as a function of its FP32 operands, their planned dtypes, and they; None if it has no such."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        planned = pytree.tree_leaves(map_arg((n.args, n.kwargs), lambda o: o.meta.get("val")))
+        at = [i for i, v in enumerate(leaves) if is_fp32(v)]
+        if len(planned) != len(leaves) or not at or not all(isinstance(planned[i], Tensor) for i in at):
+            return None
+
+        def call(*values: Tensor) -> Any:
+            by_place = dict(zip(at, values, strict=True))
+            given = pytree.tree_unflatten([by_place.get(i, v) for i, v in enumerate(leaves)], spec)
+            return getattr(self, n.op)(n.target, *given)
+
+        return call, tuple(planned[i].dtype for i in at), *(leaves[i] for i in at)
 
     def _higher_order(self, n: Node, args: Any) -> Any:
         """Run a body that is called once in FP32 too; what else has bodies runs as it is, in the dtypes of its plan."""
@@ -290,6 +372,35 @@ class Emulation(Run):
 
     def _value(self, argument: Any) -> Any:
         return raised(self.env[argument] if isinstance(argument, Node) else argument)
+
+
+class _SumsOfKernel(torch.autograd.Function):
+    """A call in FP32, whose gradients by what is smaller than its result are those of a call in the planned dtypes."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Callable[..., Any], dtypes: tuple[torch.dtype, ...], *values: Tensor) -> Any:
+        """Make the call."""
+        ctx.call, ctx.dtypes = call, dtypes
+        ctx.save_for_backward(*values)
+        return call(*values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        """Make the call again, in FP32 and in the planned dtypes."""
+        values, needs = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        wanted = [i for i, needed in enumerate(needs) if needed]
+        found: list[Tensor | None] = [None] * len(values)
+        for wide in (True, False):
+            of = [i for i in wanted if (values[i].numel() < grad.numel()) is not wide]
+            if not of:
+                continue
+            dtypes = [torch.float32] * len(values) if wide else ctx.dtypes
+            given = [v.detach().to(d).requires_grad_() for v, d in zip(values, dtypes, strict=True)]
+            with torch.enable_grad():
+                made = ctx.call(*given)
+            for i, g in zip(of, torch.autograd.grad(made, [given[i] for i in of], grad.to(made.dtype)), strict=True):
+                found[i] = g.float()
+        return None, None, *found
 
 
 def _statistics(node: Node, bodies: Mapping[Node, list[Body]]) -> set[Node]:

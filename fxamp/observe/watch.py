@@ -388,6 +388,11 @@ def run_instead(run: Callable[[Any, GraphModule, tuple[Any, ...]], Any]) -> Iter
         _INSTEAD.reset(token)
 
 
+def is_run_instead() -> bool:
+    """Say whether something else runs emitted graphs."""
+    return _INSTEAD.get() is not None
+
+
 def observed(
     known: Any, graph: GraphModule, by: str, run: Callable[..., Any], args: tuple[Any, ...],
     compile: Compile | None = None,

@@ -280,7 +280,8 @@ def _called(found: Subject, got: Run, front_end: str, level: str, plan: fxamp.Pl
     fp32 = now_fp32(got, found.plain)
     # The model may branch on a dtype; then the output is another value under autocast.
     branched = found.autocast is not None and not {*fp32} - {*now_fp32(found.autocast, found.plain)}
-    wider = bool(fp32) and (branched or names_low(found))
+    named = not meets_low(found.model, (found.args, found.kwargs))  # else nothing would be low without autocast
+    wider = bool(fp32) and (branched or named or names_low(found))
     narrower += of_other_branches(found.autocast, found.plain)
     return _judge(found, with_dtypes(got, found.plain, narrower), level, plan, wider=wider)
 

@@ -209,6 +209,32 @@ def test_a_weight_in_several_checkpoints_is_cast_no_more_often_than_by_autocast(
     assert ours.casts <= theirs.casts
 
 
+def by_a_number(self: Any, x: Tensor) -> Tensor:
+    return self.m(self.l(x) * self.l.weight.square().mean()) + self.m.weight.sum()
+
+
+def inside_a_checkpoint(self: Any, x: Tensor) -> Tensor:
+    def block(x: Tensor) -> Any:
+        return by_a_number(self, x)
+
+    return checkpoint(block, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("forward", [by_a_number, inside_a_checkpoint])
+def test_a_number_beside_a_low_tensor_is_read_as_it_is_as_under_autocast(forward: Any) -> None:
+    torch.manual_seed(0)
+    model, x = Two(forward), torch.randn(64, 6)
+    view = fxamp.convert(model, (x,), policy="O2,dtype=bf16")
+
+    def under_autocast() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x).float().sum()
+
+    theirs, ours = step_counts(under_autocast), step_counts(lambda: view(x).sum())
+    assert ours.casts <= theirs.casts
+    assert [d.colour for d in fxamp.plan_of(view).decisions if d.op == "mul"] == ["bfloat16"]
+
+
 def test_a_reentrant_checkpoint_sums_gradients_of_a_weight_apart_at_o1() -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         y = checkpoint(lambda x: torch.tanh(self.m(self.l(x))), self.m(self.l(x)), use_reentrant=True)

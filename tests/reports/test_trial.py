@@ -157,6 +157,13 @@ def test_a_view_gives_what_the_model_makes_low_by_a_named_dtype_low_and_no_allow
     assert judged(subject, "view", ("O1",))["O1"].kind == "ok"
 
 
+def test_what_an_fp32_model_names_low_comes_out_fp32_where_dynamo_cannot_trace_it_either() -> None:
+    """Dynamo reads `range(2)[::-1]` as (1, -1, -1), so all of it runs under autocast."""
+    model = net(lambda self, x: self.l(x).permute(*range(x.dim())[::-1]).to(torch.bfloat16) + 1)
+    subject = Subject(model, (torch.randn(4, 6),))
+    assert {v.kind for v in judged(subject, "view", ("O1", "O2")).values()} == {"ok"}
+
+
 def upcast(self: Any, x: Tensor, low: Tensor) -> Any:
     """Cast what is given in 16 bits up, and what is made of that to the dtype which that has: FP32."""
     h, k = self.l(x), self.l(low.float())

@@ -68,7 +68,7 @@ class Extremes:
         self._ends.update((node, self._ends[n]) for n in moved if n in self._ends)
         if not is_floating(dtypes[node]) or dtypes[node] in LOW_DTYPES:
             return  # the value is low already, so FP32 would preserve nothing
-        filled = row.fills and not mutated_operands(node) and len(literals) == 1 and _is_scalar(node)
+        filled = row.fills and not mutated_operands(node) and len(literals) == 1 and is_scalar(node)
         number = self.constants.get(moved[0]) if moved else None
         if number is not None or filled:
             self._is_constant(node, literals[0] if number is None else number)
@@ -112,10 +112,11 @@ class Extremes:
 def converts(node: Node, dtypes: Dtypes) -> bool:
     """Say whether a float is computed from integers; numbers combined with a low activation are not positions."""
     operands = [(n, d) for n in (o.node for o in ops.operands(node)) if isinstance(d := dtypes[n], torch.dtype)]
-    whole = any(not (d.is_floating_point or d.is_complex or d == torch.bool) and not _is_scalar(n) for n, d in operands)
+    whole = any(not (d.is_floating_point or d.is_complex or d == torch.bool) and not is_scalar(n) for n, d in operands)
     return whole and row_of(node).of_integers and not any(d in LOW_DTYPES for _, d in operands)
 
 
-def _is_scalar(node: Node) -> bool:
+def is_scalar(node: Node) -> bool:
+    """Say whether a value is a tensor of no dimension."""
     value = node.meta.get("val")
     return isinstance(value, Tensor) and value.dim() == 0

@@ -35,6 +35,7 @@ from ...graph.values import ELIGIBLE, Dtypes, ValueDtype, dtype_reference, first
 from ...ops import ops
 from ...ops.facts import absorbs_cast
 from ...ops.rules import FOLLOW, FP32, LOW, PROMOTE, row_of
+from ..colour.extremes import is_scalar
 from ..colour.kernels import operand_casts
 from ..colour.simulate import Simulation
 from .cut import Problem, Side, Variable, solve
@@ -126,6 +127,7 @@ class Uses:
         lowered = [n for n in wide if n in free or simulation.dtypes.get(n) == simulation.low]
         # Of each output that is handed out in FP32 and may be low, the readers that other outputs come from.
         self.outputs = Outputs(simulation.graph, lowered).readers if lowered else {}
+        self.scalars = {n: self._scalars(n) for n in simulation.graph.nodes}
         # The dtype that each operand of a node must have, given the node's present dtype.
         self.needs = {n: self._needs(n) for n in simulation.graph.nodes}
         self.readers: dict[Node, list[tuple[Node, Position]]] = {n: [] for n in simulation.graph.nodes}
@@ -133,16 +135,25 @@ class Uses:
             for o in ops.operands(node):
                 self.readers[o.node].append((node, o.place))
 
+    def _scalars(self, node: Node) -> frozenset[Position]:
+        """Return the operands of no dimension that a kernel reads as they are, for another one decides the dtype."""
+        if node not in self.free or not self.simulation.policy.level.stores_low or not row_of(node).promotes_inside:
+            return frozenset()
+        floats = [o for o in ops.operands(node) if self.simulation.dtypes[o.node] in ELIGIBLE]
+        scalars = frozenset(o.place for o in floats if is_scalar(o.node))
+        return scalars if len(scalars) < len(floats) else frozenset()
+
     def follows(self, reader: Node, where: Position) -> bool:
         """Say whether an operand must have the dtype of its reader, whichever dtype is chosen for that."""
         if reader not in self.free:
             return False
         row = row_of(reader)
-        return where[0] not in row.uncast and (not row.cast_arguments or where[0] in row.cast_arguments)
+        cast = where[0] not in row.uncast and (not row.cast_arguments or where[0] in row.cast_arguments)
+        return cast and where not in self.scalars[reader]
 
     def wanted(self, reader: Node, where: Position, dtype: torch.dtype) -> ValueDtype:
         """Return the dtype that an operand must have if its reader is to run in a dtype."""
-        return dtype if self.follows(reader, where) else self.needs[reader][where]
+        return dtype if self.follows(reader, where) else self.needs[reader].get(where)
 
     def upcasts(self, node: Node) -> bool:
         """Say whether the user casts a value up here."""
@@ -182,6 +193,7 @@ class Uses:
         if node.op == "output":
             return {p: self._returned[n] for p, n in places.items()}
         casts = simulation.colours[node].casts if node in simulation.colours else {}
+        places = {p: n for p, n in places.items() if p not in self.scalars[node]}
         return {p: casts[p] if p in casts else simulation.dtypes[n] for p, n in places.items()}
 
 
