@@ -41,6 +41,7 @@ from ..census.rows import Ledger, ledgers_of, where_of
 from ..convert import converted_in
 from ..diagnose.batches import Batch
 from ..diagnose.step import Step, diagnostic, step_of, visible_graphs
+from ..errors import NoKernelError
 from ..observe.emulation import is_fp32, raised
 from ..observe.interpret import Run
 from ..observe.snapshot import outside_of_regions
@@ -157,6 +158,7 @@ def find_overflow(
     Raises:
         PolicyError: The scale is not positive and finite; there is no loss, or there are no inputs; a window of the
             TrainStep is open.
+        NoKernelError: An LSTM cannot run in the low dtype on this CPU, by name.
         CaptureError: The model is on the meta device.
         NotAModuleError: It is neither a module nor a TrainStep.
 
@@ -190,7 +192,12 @@ def overflow_of(step: Step, batch: Batch, scale: float) -> Overflow | None:
         first.name or watch.where(place), first.kind, place.backward, first.op, first.dtype,
         line if decision is None else decision.source, first.operands, scale, what=watch.what(place),
     )  # fmt: skip
-    return _cured(overflow, step, batch, watch) if not first.name and watch.graphs else overflow
+    if first.name or not watch.graphs:
+        return overflow
+    try:
+        return _cured(overflow, step, batch, watch)
+    except NoKernelError as error:  # in code outside of the graphs, whose values are FP32 while a cure is looked for
+        return replace(overflow, why=str(error))
 
 
 @dataclass(frozen=True)
