@@ -493,5 +493,6 @@ def test_an_lstm_that_has_no_kernel_in_fp16_is_named_with_a_policy_that_runs(dia
 def test_an_overflow_is_told_where_the_search_for_its_cure_meets_an_lstm_that_cannot_run() -> None:
     view = fxamp.convert(Tagger(traced=False), policy=O1)
     found = fxamp.find_overflow(view, X, loss=mean_square, scale=2.0**60)
-    assert found is not None and found.kind == "inf"
+    assert found is not None
+    assert found.kind == "inf"
     assert "'cells' (LSTM) cannot run here" in found.why
