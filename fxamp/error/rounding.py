@@ -70,7 +70,9 @@ def stochastic(values: Tensor, low: torch.dtype, generator: torch.Generator) -> 
     dropped = 23 - BITS[low]
     noise = torch.randint(0, 1 << dropped, values.shape, dtype=torch.int32, device=values.device, generator=generator)
     if low == torch.bfloat16:  # infinity stays what it is, and so do strides, on which graphs after a break are guarded
-        rounded = values.view(torch.int32).add(noise).bitwise_and_(-(1 << dropped)).view(torch.float32)
+        bits = values.view(torch.int32)
+        sums = noise.add_(bits) if noise.stride() == bits.stride() else bits.add(noise)
+        rounded = sums.bitwise_and_(-(1 << dropped)).view(torch.float32)
         return rounded.masked_fill_(values.isnan(), math.nan)  # of some NaN the sum is -0.0, others drop to infinity
     share = noise.float() / (1 << dropped)
     step = ulp(values, low)  # a power of two, so that nothing but floor rounds

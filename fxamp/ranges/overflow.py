@@ -46,7 +46,7 @@ from ..observe.emulation import is_fp32, raised
 from ..observe.interpret import Run
 from ..observe.snapshot import outside_of_regions
 from ..observe.tensors import dense
-from ..observe.watch import Part, Place, Ran, Watch, floats_in, gives_view
+from ..observe.watch import LOW_NAMES, Part, Place, Ran, Watch, floats_in, gives_view
 from ..observe.workload import Loss
 from ..results import Result
 
@@ -301,7 +301,7 @@ class _Finite(Watch):
     def may_be_fp32(self, at: _At) -> bool:
         """Say whether a node runs low, and an override can keep it in FP32."""
         decision = self.decision(Place("node", at[1], at[0]))
-        may_be = decision is not None and decision.colour in _LOW and decision.kind not in _FIXED
+        may_be = decision is not None and decision.colour in LOW_NAMES and decision.kind not in _FIXED
         return may_be and not self.follows(at)
 
     def blamed(self, at: _At) -> list[_At]:
@@ -557,9 +557,6 @@ def _with_policy(found: Overflow, watch: _Finite) -> Overflow:
     fp32 = tuple(dict.fromkeys(watch.ledger(at).key(name) for at, name in watch.forced))
     ops = tuple({**dict(watch.policy.ops), **dict.fromkeys(fp32, "fp32")}.items())
     return replace(found, fp32=fp32, policy=replace(watch.policy, ops=ops))
-
-
-_LOW = tuple(map(dtype_name, LOW_DTYPES))
 
 
 def _range(t: Tensor) -> tuple[float, float]:
