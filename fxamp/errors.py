@@ -45,6 +45,10 @@ class NoLossError(PolicyError):
         self.found = found
 
 
+class NoKernelError(PolicyError):
+    """A layer has no kernel for the low dtype on this machine, under autocast either."""
+
+
 @public
 class ScaleCollapseError(FxampError, FloatingPointError):
     """Too many optimizer steps in a row were skipped because gradients were not finite.

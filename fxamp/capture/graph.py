@@ -131,10 +131,6 @@ class Graph:
     kept: Any = None
     written: tuple[int, ...] = ()
 
-    def under(self, costs: CostModel | None, policy: Policy | None = None) -> Plan:
-        """Return what is decided under other costs, and by another policy; None for those that are carried out."""
-        return self.plan if costs is None and policy is None else self.decided(policy, costs)[1]
-
     def decided(self, policy: Policy | None, costs: CostModel | None) -> tuple[GraphModule, Plan]:
         """Return the graph and the plan of another policy, of the same dtype and device, under other costs."""
         if self.described is None:

@@ -16,15 +16,14 @@ from typing import Any, Literal
 from torch import nn
 
 from passes.contract.errors import PolicyError, VerificationError
-from passes.contract.policy import Policy, dtype_name
+from passes.contract.policy import Policy
 from passes.contract.public import public
-from passes.graph.values import LOW_DTYPES
 
 from .._torch import compiled_call, original_of
 from ..capture.graphs import runner_of
 from ..convert import converted_in
 from ..diagnose.step import diagnostic, step_of, visible_graphs
-from ..observe.watch import Watch
+from ..observe.watch import LOW_NAMES, Watch
 from ..observe.workload import Loss
 from ..results import Result, some, table
 from .differences import (
@@ -40,7 +39,6 @@ from .rows import Row, ledgers_of, planned_rows, rows_of, where_of
 from .step import Observation, Scaling, observe
 
 _SHOWN = 20  # differences in the text
-_LOW = tuple(map(dtype_name, LOW_DTYPES))
 
 
 @public
@@ -117,7 +115,7 @@ class Census(Result):
     def _low(self) -> str:
         """Say how much ran in 16 bits, and what did not, the largest first."""
         flops, wrong = Counter[str](), {(d.graph, d.where) for d in self.differences}
-        wide = [row for row in self.ran if row.product and row.dtype not in _LOW]
+        wide = [row for row in self.ran if row.product and row.dtype not in LOW_NAMES]
         for row in wide:
             flops[row.where] += row.flops
         whole = sum(row.flops for row in self.ran)

@@ -17,14 +17,12 @@ from torch.fx import GraphModule, Node
 
 from passes.contract.policy import dtype_name
 from passes.graph.notes import is_inserted
-from passes.graph.values import LOW_DTYPES
 from passes.ops.rules import row_named
 
-from ..observe.watch import Place, Seen, Sum, Watch, dtypes_in
+from ..observe.watch import LOW_NAMES, Place, Seen, Sum, Watch, dtypes_in
 from .rows import Ledger, is_cast, planned_dtypes
 
 _ATTENTION = "scaled_dot_product_attention"
-_LOW = tuple(map(dtype_name, LOW_DTYPES))
 
 
 @dataclass(frozen=True)
@@ -206,7 +204,7 @@ def _why(seen: Seen, ops: Iterable[tuple[Seen, Sum]], watch: Watch, ledgers: Seq
         return place.by
     if not place.inside:
         return "called by hand, not by the view"
-    wide = any(s.product and s.dtype not in _LOW for s, _ in ops)
+    wide = any(s.product and s.dtype not in LOW_NAMES for s, _ in ops)
     low = any(runner.graphs.policy.level.rounds for runner in watch.entered)
     off = ", where torch.autocast is off" if wide and low else ""
     breaks = [ledger.ran.known.broke for ledger in ledgers if ledger.ran.known.broke]
@@ -233,7 +231,7 @@ def odd_products(watch: Watch, where: Mapping[Seen, str]) -> list[Difference]:
         flops[seen.dtype] = flops.get(seen.dtype, 0) + total.flops
     if len(flops) < 2:
         return []
-    most = next((dtype for dtype in flops if dtype in _LOW), max(flops, key=lambda dtype: flops[dtype]))
+    most = next((dtype for dtype in flops if dtype in LOW_NAMES), max(flops, key=lambda dtype: flops[dtype]))
     found = []
     for seen, total in products.items():
         if seen.dtype != most:

@@ -21,6 +21,7 @@ from passes.contract.policy import Policy
 from ..convert import convert, plan_of
 from ..diagnose.step import Step
 from ..error.variances import moved_by
+from ..observe.watch import LOW_NAMES
 from ..observe.workload import as_before
 
 _MORE = 6  # runs beside those of the bisection, and the first two
@@ -91,7 +92,7 @@ class _Minimum:
 
     def _ordered(self) -> list[str]:
         """Return the nodes that run low, those first whose roundings move the loss most."""
-        low = [d.key for d in self._measured(())[1].decisions if d.colour in ("float16", "bfloat16")]
+        low = [d.key for d in self._measured(())[1].decisions if d.colour in LOW_NAMES]
         moved: dict[str, float] = {}
         try:
             for one in moved_by(self._step, str(self._policy)):

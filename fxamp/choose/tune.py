@@ -34,6 +34,7 @@ from .metric import under_bound
 _LOSS, _GRADIENT = 0.2, 0.8  # the parts of both errors in what is charged
 _MARGIN = 1.02  # by which a prediction has to be within the tolerance
 _DRAW = 0.05  # how far off an error is that was measured on one batch, as a part of it
+_RANGE = -2.0, 3.0  # of the logarithm of lambda
 _STEPS, _CUTS = 5, 3  # of a bisection; how many cuts are measured
 
 
@@ -211,8 +212,13 @@ class Search:
         return predicted
 
     def _bisect(self, charged: Charges, base: Policy, aim: float) -> _Cut | None:
-        """Return the cut of the smallest lambda that is predicted to be within an aim; None where none is."""
-        low, high = -2.0, 3.0
+        """Return the cut of the smallest lambda that is predicted to be within an aim; None where none is.
+
+        A larger lambda has a smaller error: where the last one that the bisection can come to is not within, none is.
+        """
+        low, high = _RANGE
+        if self._cut(charged, base, 10 ** (high - (high - low) / 2**_STEPS)).square > aim:
+            return None
         for _ in range(_STEPS):
             middle = (low + high) / 2
             if self._cut(charged, base, 10**middle).square <= aim:

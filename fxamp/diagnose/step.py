@@ -94,13 +94,21 @@ class _Colouring:
 
     def __init__(self, base: str, policy: Policy, costs: CostModel | None) -> None:
         self.base, self.policy, self.costs = base, policy, costs
-        self._graphs: dict[int, tuple[Graph, GraphModule]] = {}
+        self._decided: dict[int, tuple[Graph, GraphModule, Plan]] = {}
 
     def graph(self, known: Graph) -> GraphModule:
-        """Return what would be emitted for a captured graph, decided once."""
-        if id(known.emitted) not in self._graphs:
-            self._graphs[id(known.emitted)] = known, known.decided(self.policy, self.costs)[0]
-        return self._graphs[id(known.emitted)][1]
+        """Return what would be emitted for a captured graph."""
+        return self._of(known)[1]
+
+    def plan(self, known: Graph) -> Plan:
+        """Return the plan of that."""
+        return self._of(known)[2]
+
+    def _of(self, known: Graph) -> tuple[Graph, GraphModule, Plan]:
+        """Decide once on a captured graph."""
+        if id(known.emitted) not in self._decided:
+            self._decided[id(known.emitted)] = known, *known.decided(self.policy, self.costs)
+        return self._decided[id(known.emitted)]
 
     def run(self, known: Graph, _: GraphModule, args: tuple[Any, ...]) -> Any:
         """Run that in the place of what was emitted."""
@@ -120,11 +128,12 @@ class Step:
 
     Attributes:
         uncaptured: the parameters with a gradient that no graph has read which was looked at.
+        reference: what errors are measured against, in words.
     """
 
     def __init__(self, model: nn.Module, batches: Sequence[Batch], loss: Loss = None, train_step: Any = None) -> None:
         self.model, self.batches, self.loss, self.train_step = model, batches, loss, train_step
-        self.uncaptured: set[str] = set()
+        self.uncaptured, self.reference = set[str](), FLOAT64
         self._views: dict[str, Any] = {}
         self._policies: dict[str, Policy] = {}
         self._sites: dict[int, tuple[GraphModule, GraphSites]] = {}
@@ -295,7 +304,7 @@ class Step:
         colouring = self._colourings.get(name)
         if colouring is None or name in self._views:
             return plan_of(runner_of(self.view(name)))
-        return plan_of(runner_of(self.view(colouring.base)), colouring.costs, colouring.policy)
+        return plan_of(runner_of(self.view(colouring.base)), colouring.plan)
 
     def decide(self, name: str, base: str, policy: Policy, costs: CostModel | None = None) -> None:
         """Know a policy, under costs of its own, by what is decided on the graphs that another one has captured.
@@ -456,16 +465,20 @@ class Step:
                 graph = known.emitted if colouring is None else colouring.graph(known)
                 yield from self._sites_of(graph, known).rounding()
 
-    @cached_property
-    def reference(self) -> tuple[str, str]:
-        """What errors are measured against, for `run`: float64, or FP32 where that does not run; and in words."""
-        first = self.batches[0]
-        self.run(first, FP32)  # which shows whether it draws random numbers
+    def true(self, batch: Batch, plain: Outcome) -> Outcome:
+        """Run a batch by what errors are measured against, `reference`: in float64; where that does not run, `plain`.
+
+        Args:
+            batch: inputs and target; the first one shows whether float64 runs.
+            plain: what FP32 gave, which shows whether a step draws random numbers.
+        """
         try:
-            self.run(first, FLOAT64)
+            return self.run(batch, FLOAT64) if self.reference == FLOAT64 else plain
         except Exception as e:  # whatever a model raises that names FP32 in its code
-            return FP32, f"FP32, since float64 does not run ({in_short(e):.120})"
-        return FLOAT64, FLOAT64
+            if batch is not self.batches[0]:
+                raise
+            self.reference = f"FP32, since float64 does not run ({in_short(e):.120})"
+            return plain
 
     def refuse_infinite(self, outcome: Outcome, batch: Batch, number: int) -> None:
         """Raise PolicyError for a batch on which FP32 itself is not finite, and name the node."""

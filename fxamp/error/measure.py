@@ -48,7 +48,6 @@ def measure_error(
 
 def measured(step: Step, names: Sequence[str], *, values: bool = False) -> ErrorReport:
     """Measure the errors of policies; with `values` that of each node's value too, on the first batch."""
-    reference, against = step.reference
     names = (FP32, *names)
     tallies = {name: Tally() for name in names}
     outputs: dict[str, list[list[float]]] = {name: [] for name in names}
@@ -57,7 +56,7 @@ def measured(step: Step, names: Sequence[str], *, values: bool = False) -> Error
     for number, batch in enumerate(step.batches):
         plain = step.run(batch, FP32)
         step.refuse_infinite(plain, batch, number)
-        true = plain if reference == FP32 else step.run(batch, reference)
+        true = step.true(batch, plain)
         losses.append(true.loss)
         squared(true.gradients, norms)
         for name in names:
@@ -77,7 +76,7 @@ def measured(step: Step, names: Sequence[str], *, values: bool = False) -> Error
     mean = sum(losses) / len(losses)
     floor = max(made[0].loss, 2.0**-24 * abs(mean))
     return ErrorReport(
-        type(step.author).__name__, True, against, len(losses), mean, floor, dead, tuple(made),
+        type(step.author).__name__, True, step.reference, len(losses), mean, floor, dead, tuple(made),
         (*degenerate(norms), *_in_eight_bits(step)),
     )  # fmt: skip
 

@@ -6,6 +6,7 @@ down with probabilities that make it right on average, by up to one ulp, with a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,8 +44,7 @@ def nearest(values: Tensor, low: torch.dtype) -> Tensor:
 
 def error(values: Tensor, low: torch.dtype) -> Tensor:
     """Return by how much a low dtype moves FP32 values: not at all the largest one, for which masks have its own."""
-    near = nearest(values, low)
-    return near.sub(values).masked_fill_((near == values) | (values.abs() == torch.finfo(torch.float32).max), 0.0)
+    return nearest(values, low).sub_(values).masked_fill_(values.abs() >= torch.finfo(torch.float32).max, 0.0)
 
 
 def variance(weights: Tensor, unit: Tensor, low: torch.dtype) -> Tensor:
@@ -70,10 +70,10 @@ def stochastic(values: Tensor, low: torch.dtype, generator: torch.Generator) -> 
     dropped = 23 - BITS[low]
     noise = torch.randint(0, 1 << dropped, values.shape, dtype=torch.int32, device=values.device, generator=generator)
     if low == torch.bfloat16:  # infinity stays what it is, and so do strides, on which graphs after a break are guarded
-        rounded = values.view(torch.int32).add(noise).bitwise_and_(-(1 << dropped)).view(torch.float32)
-        return torch.where(
-            values.isnan(), values, rounded
-        )  # of some NaN the sum is -0.0, of others it drops to infinity
+        bits = values.view(torch.int32)
+        sums = noise.add_(bits) if noise.stride() == bits.stride() else bits.add(noise)
+        rounded = sums.bitwise_and_(-(1 << dropped)).view(torch.float32)
+        return rounded.masked_fill_(values.isnan(), math.nan)  # of some NaN the sum is -0.0, others drop to infinity
     share = noise.float() / (1 << dropped)
     step = ulp(values, low)  # a power of two, so that nothing but floor rounds
     rounded = (values / step + share).floor_() * step

@@ -2,7 +2,6 @@
 
 MeasuredCosts  nanoseconds on the device at hand: the calls among which the cut chooses are timed
 Penalties      other costs, and the errors of roundings
-Frequencies    other costs, where a graph runs several times for each cast of a parameter
 
 The timer is given every distinct call of a graph at once, and returns the nanoseconds of each. A call is an op with its
 literal arguments, and shapes, strides and dtypes of its tensors, so that equal layers are timed once.
@@ -28,7 +27,6 @@ from passes.contract.costs import Candidate, CostModel, Net, PricedNet, Prices, 
 from passes.contract.devices import DEVICES
 from passes.contract.policy import dtype_name
 from passes.graph.aliases import makes_view
-from passes.graph.notes import is_parameter
 from passes.graph.values import concrete_size, keys
 from passes.ops import ops
 from passes.ops.rules import row_of
@@ -142,32 +140,6 @@ class Penalties:
             if (charge := n * round(self.casts.get((names.get(reader, ""), names.get(value, value.name)), 0.0) * PARTS))
         ]
         return replace(prices, nodes=of_nodes, nets=[*prices.nets, *of_reads])
-
-
-@dataclass(frozen=True)
-class Frequencies:
-    """Multiplies other costs by how often a graph runs, and those of casts of parameters by how often these are made.
-
-    A parameter whose cast is kept while a graph runs n times is `Frequencies(costs, runs=n)`.
-    """
-
-    costs: CostModel
-    runs: int
-    parameters: int = 1
-
-    @property
-    def objective(self) -> str:
-        """That of the other costs."""
-        return self.costs.objective
-
-    def price(self, nodes: Sequence[Candidate], nets: Sequence[Net]) -> Prices:
-        """Return the other prices, multiplied; the gradient of a parameter is cast in every run."""
-        times = [self.parameters if is_parameter(net.value) else self.runs for net in nets]
-        often = [
-            replace(net, runs=(n * net.runs[0], self.runs * net.runs[1])) for n, net in zip(times, nets, strict=True)
-        ]
-        prices = priced(self.costs, nodes, often)
-        return replace(prices, nodes=[(low * self.runs, fp32 * self.runs) for low, fp32 in prices.nodes])
 
 
 def _run_call(run: Run, grad: frozenset[Node]) -> Call | None:

@@ -36,6 +36,7 @@ from passes.runtime.regions import under_autocast
 from .._torch import safe_softmax
 from .interpret import Run
 from .places import OUTPUT, author_keys, node_keys, readers
+from .watch import floats_in
 from .workload import floats
 
 _TO_LOW = ("half", "bfloat16")  # methods
@@ -285,14 +286,14 @@ class Emulation(Run):
         reader, made = self._sites.keys[n], dict[int, Tensor]()
         if self._sites.is_written(n):
             return args, kwargs
-        kept = _statistics(n, self._sites.bodies)
+        kept, differentiable = _statistics(n, self._sites.bodies), bool(floats_in(n.meta.get("val")))
         for o in n.all_input_nodes:
             if o in kept:
                 continue
             value = self.env[o]
             if is_fp32(value) and id(value) not in made and not self._sites.is_written(o):
                 seen = read(reader, self._sites.source(o), value)
-                made[id(value)] = seen if _has_derivative(n.meta.get("val")) else seen.detach()
+                made[id(value)] = seen if differentiable else seen.detach()
         return pytree.tree_map(lambda v: made.get(id(v), v), (args, kwargs))
 
     def _is_shared(self, node: Node) -> bool:
@@ -412,12 +413,6 @@ def _statistics(node: Node, bodies: Mapping[Node, list[Body]]) -> set[Node]:
         inside = {o for n in body.graph.nodes if n.op.startswith("call") for o in _statistics(n, within)}
         found |= {operand for place, operand in body.operands(node).items() if place in inside}
     return found
-
-
-def _has_derivative(value: Any) -> bool:
-    """Say whether gradients pass through an op that makes such a value: it is floating, or complex."""
-    tensors = (t for t in pytree.tree_leaves(value) if isinstance(t, Tensor))
-    return any(t.is_floating_point() or t.is_complex() for t in tensors)
 
 
 def _constant(value: Any) -> Any:

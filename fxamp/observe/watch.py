@@ -29,7 +29,7 @@ from torch.utils.flop_counter import flop_registry
 import passes
 from passes._torch import OpOverload, own_schema, pytree
 from passes.contract.policy import dtype_name
-from passes.graph.values import no_autocast
+from passes.graph.values import LOW_DTYPES, no_autocast
 from passes.ops.rules import LOW, RULES
 
 from .._torch import (
@@ -58,6 +58,7 @@ _TO = torch.ops.aten._to_copy.default
 _COPY = torch.ops.aten.copy_.default
 _COPIES, _UNSCALE = torch.ops.aten._foreach_copy_.default, torch.ops.aten._amp_foreach_non_finite_check_and_unscale_
 Dtypes = tuple[str, ...]
+LOW_NAMES: Dtypes = tuple(map(dtype_name, LOW_DTYPES))
 Compile = Callable[[dict[str, Any], list[Any]], Callable[..., Any]]
 _INSTEAD: ContextVar[Callable[[Any, GraphModule, tuple[Any, ...]], Any] | None] = ContextVar("instead", default=None)
 

@@ -13,11 +13,12 @@ from torch.nn.utils.rnn import PackedSequence
 from passes._torch import pytree
 from passes.contract.errors import PolicyError
 
-from ..errors import NoLossError
+from ..errors import NoKernelError, NoLossError
 from .snapshot import fresh, same_attributes, same_random_state
 from .tensors import held, kept
 
 MEAN = "the loss was the mean of the float outputs: no loss was given, and the output has none"
+_NO_LSTM = "could not create a primitive descriptor for the LSTM"  # oneDNN's words
 Loss = Callable[..., Any] | None
 
 
@@ -62,7 +63,22 @@ def output_of(model: nn.Module, inputs: Any) -> Any:
 
     Raises:
         PolicyError: the inputs are of another kind.
+        NoKernelError: an LSTM of the model cannot run in a low dtype on this CPU.
     """
+    try:
+        return _called(model, inputs)
+    except RuntimeError as error:
+        layers = [path for path, module in model.named_modules() if isinstance(module, nn.LSTM)]
+        if _NO_LSTM not in str(error) or not layers:
+            raise
+        raise NoKernelError(
+            f"{' or '.join(map(repr, layers))} (LSTM) cannot run here in the low dtype: oneDNN has no such kernel for "
+            "this CPU, and torch.autocast fails alike. Keep it in FP32, as by policy="
+            f"'O1,dtype=fp16,modules.{layers[0]}=fp32', or take dtype=bf16."
+        ) from error
+
+
+def _called(model: nn.Module, inputs: Any) -> Any:
     if isinstance(inputs, Both):
         return model(*inputs.args, **inputs.kwargs)
     if isinstance(inputs, Mapping):

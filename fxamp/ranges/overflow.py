@@ -41,11 +41,12 @@ from ..census.rows import Ledger, ledgers_of, where_of
 from ..convert import converted_in
 from ..diagnose.batches import Batch
 from ..diagnose.step import Step, diagnostic, step_of, visible_graphs
+from ..errors import NoKernelError
 from ..observe.emulation import is_fp32, raised
 from ..observe.interpret import Run
 from ..observe.snapshot import outside_of_regions
 from ..observe.tensors import dense
-from ..observe.watch import Part, Place, Ran, Watch, floats_in, gives_view
+from ..observe.watch import LOW_NAMES, Part, Place, Ran, Watch, floats_in, gives_view
 from ..observe.workload import Loss
 from ..results import Result
 
@@ -157,6 +158,7 @@ def find_overflow(
     Raises:
         PolicyError: The scale is not positive and finite; there is no loss, or there are no inputs; a window of the
             TrainStep is open.
+        NoKernelError: An LSTM cannot run in the low dtype on this CPU, by name.
         CaptureError: The model is on the meta device.
         NotAModuleError: It is neither a module nor a TrainStep.
 
@@ -190,7 +192,12 @@ def overflow_of(step: Step, batch: Batch, scale: float) -> Overflow | None:
         first.name or watch.where(place), first.kind, place.backward, first.op, first.dtype,
         line if decision is None else decision.source, first.operands, scale, what=watch.what(place),
     )  # fmt: skip
-    return _cured(overflow, step, batch, watch) if not first.name and watch.graphs else overflow
+    if first.name or not watch.graphs:
+        return overflow
+    try:
+        return _cured(overflow, step, batch, watch)
+    except NoKernelError as error:  # in code outside of the graphs, whose values are FP32 while a cure is looked for
+        return replace(overflow, why=str(error))
 
 
 @dataclass(frozen=True)
@@ -294,7 +301,7 @@ class _Finite(Watch):
     def may_be_fp32(self, at: _At) -> bool:
         """Say whether a node runs low, and an override can keep it in FP32."""
         decision = self.decision(Place("node", at[1], at[0]))
-        may_be = decision is not None and decision.colour in _LOW and decision.kind not in _FIXED
+        may_be = decision is not None and decision.colour in LOW_NAMES and decision.kind not in _FIXED
         return may_be and not self.follows(at)
 
     def blamed(self, at: _At) -> list[_At]:
@@ -550,9 +557,6 @@ def _with_policy(found: Overflow, watch: _Finite) -> Overflow:
     fp32 = tuple(dict.fromkeys(watch.ledger(at).key(name) for at, name in watch.forced))
     ops = tuple({**dict(watch.policy.ops), **dict.fromkeys(fp32, "fp32")}.items())
     return replace(found, fp32=fp32, policy=replace(watch.policy, ops=ops))
-
-
-_LOW = tuple(map(dtype_name, LOW_DTYPES))
 
 
 def _range(t: Tensor) -> tuple[float, float]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -21,7 +21,6 @@ from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node, map_arg
 
 from passes._torch import enter_autocast, exit_autocast
-from passes.contract.costs import CostModel
 from passes.contract.errors import CaptureError
 from passes.contract.plan import Plan, joined
 from passes.contract.policy import Policy
@@ -95,15 +94,15 @@ class Part(NamedTuple):
         return OR.join(map(str, self.graphs))
 
 
-def parts_of(runner: Runner, costs: CostModel | None = None, policy: Policy | None = None) -> list[Part]:
-    """Return the graphs of a view by state; states in which the same is decided, under costs, are one part."""
+def parts_of(runner: Runner, decided: Callable[[Graph], Plan] = lambda graph: graph.plan) -> list[Part]:
+    """Return the graphs of a view by state; states in which the same is decided are one part."""
     by_state: dict[State, list[Placed]] = {}
     for prefix, each in views_in(runner):
         for graph in ordered(each):
             by_state.setdefault(graph.state, []).append(Placed(each, prefix, graph))
     parts: list[Part] = []
     for state, graphs in by_state.items():
-        plan = together([(placed.prefix, placed.graph.under(costs, policy)) for placed in graphs])
+        plan = together([(placed.prefix, decided(placed.graph)) for placed in graphs])
         same = next((p for p in parts if (p.plan.decisions, p.plan.casts) == (plan.decisions, plan.casts)), None)
         if same is None:
             parts.append(same := Part(plan, {}))
@@ -111,16 +110,16 @@ def parts_of(runner: Runner, costs: CostModel | None = None, policy: Policy | No
     return parts
 
 
-def plan_of(runner: Runner, costs: CostModel | None = None, policy: Policy | None = None) -> Plan:
+def plan_of(runner: Runner, decided: Callable[[Graph], Plan] = lambda graph: graph.plan) -> Plan:
     """Return the plan of a view over all graphs that were captured, those of views inside its model too.
 
-    With costs, or another policy of the same dtype and device, it is what would be decided under these; nothing is
-    captured, and the view stays as it is.
+    `decided` gives what is decided on each graph, as by another policy or under other costs; nothing is captured for
+    it, and the view stays as it is.
 
     Raises:
         CaptureError: nothing was captured yet.
     """
-    parts = parts_of(runner, costs, policy)
+    parts = parts_of(runner, decided)
     if not parts:
         raise CaptureError(
             f"nothing was captured yet: {type(runner.model).__name__} is captured at its first call, or when it is "

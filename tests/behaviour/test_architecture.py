@@ -63,8 +63,8 @@ ARROWS = {
     ),
     "fxamp.error": ".diagnose .observe .results passes.contract passes.graph passes.ops",
     "fxamp.ranges": (
-        "._torch .calibration .capture .census .convert .diagnose .observe .results passes._torch "
-        "passes.contract passes.graph passes.ops"
+        "._torch .calibration .capture .census .convert .diagnose .errors .observe .results "
+        "passes._torch passes.contract passes.graph passes.ops"
     ),
     "fxamp.choose": (
         ".convert .diagnose .error .errors .measure .observe .results passes passes.contract passes.graph"

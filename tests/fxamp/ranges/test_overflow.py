@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import fxamp
 from passes.contract.errors import PolicyError
 from tests.support.exported import program_of
-from tests.support.helpers import in_turns
+from tests.support.helpers import autocast_runs_lstms, in_turns
 
 F = nn.functional
 SOURCE = Path(__file__).read_text(encoding="utf-8").splitlines()
@@ -457,3 +457,42 @@ def test_what_is_not_finite_in_fp32_either_is_said_after_it_was_run() -> None:
     assert found is not None
     assert (found.fp32, found.policy) == ((), None)
     assert "no cure was found: the model itself is not finite in FP32" in str(found)
+
+
+class Tagger(nn.Module):
+    """An LSTM of FP32 values with a gradient; or, outside of all graphs, of those that a linear gives."""
+
+    def __init__(self, *, traced: bool) -> None:
+        super().__init__()
+        self.first, self.cells, self.traced = nn.Linear(8, 8), nn.LSTM(8, 8, bidirectional=True), traced
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cells((x * self.first.bias)[None])[0] if self.traced else self.outside(self.first(x))
+
+    @torch._dynamo.disable
+    def outside(self, x: Tensor) -> Tensor:
+        out: Tensor = self.cells(x[None])[0]
+        return out
+
+
+def run_lstm_of_autocast(diagnostic: Callable[..., Any], policy: str) -> Any:
+    return diagnostic(Tagger(traced=True), X, loss=mean_square, policies=policy)
+
+
+@pytest.mark.skipif(autocast_runs_lstms(torch.float16), reason="this CPU has an LSTM in FP16")
+@pytest.mark.filterwarnings("ignore:FP16 gradients without a loss scale")
+@pytest.mark.parametrize("diagnostic", [fxamp.find_overflow, fxamp.census, fxamp.measure_error])
+def test_an_lstm_that_has_no_kernel_in_fp16_is_named_with_a_policy_that_runs(diagnostic: Any) -> None:
+    with pytest.raises(PolicyError, match=r"'cells' \(LSTM\) cannot run here.*modules.cells=fp32") as refused:
+        run_lstm_of_autocast(diagnostic, O1)
+    assert "primitive descriptor" in str(refused.value.__cause__)
+    run_lstm_of_autocast(diagnostic, str(refused.value).partition("policy='")[2].partition("'")[0])
+
+
+@pytest.mark.skipif(autocast_runs_lstms(torch.float16), reason="this CPU has an LSTM in FP16")
+def test_an_overflow_is_told_where_the_search_for_its_cure_meets_an_lstm_that_cannot_run() -> None:
+    view = fxamp.convert(Tagger(traced=False), policy=O1)
+    found = fxamp.find_overflow(view, X, loss=mean_square, scale=2.0**60)
+    assert found is not None
+    assert found.kind == "inf"
+    assert "'cells' (LSTM) cannot run here" in found.why

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.fx import Node
 
-from fxamp.measure.costs import PARTS, ROUND_TRIPS, Call, Filler, Frequencies, MeasuredCosts, Penalties, round_trips
+from fxamp.measure.costs import PARTS, ROUND_TRIPS, Call, Filler, MeasuredCosts, Penalties, round_trips
 from passes import ByteCosts
 from passes.contract.costs import Candidate, CostModel, Net, Prices, Read, Run
 from passes.contract.devices import DEVICES
@@ -237,20 +237,11 @@ def test_a_penalty_smaller_than_a_unit_counts() -> None:
     ]
 
 
-def test_a_graph_that_runs_often_counts_a_parameters_cast_once_and_its_gradients_each_time() -> None:
-    found = nodes()
-    costs = Frequencies(ByteCosts("cpu"), runs=5)
-    prices = costs.price([choice(found["relu"])], [net(found[n]) for n in ("x", "w", "relu")])
-    weight = DEVICES["cpu"].launch + 16 * 6
-    assert prices.nodes == [(5 * 3 * 16 * 2, 5 * 3 * 16 * 4)]
-    assert casts(prices) == [5 * COST, weight + 5 * weight, 10 * COST]
-
-
 def test_costs_are_put_together() -> None:
     dear = {"/tanh#0": 1e9}
     assert colours(None) == colours(ByteCosts("cpu")) == dict.fromkeys(("linear", "tanh", "mul"), "bfloat16")
-    assert colours(Penalties(Frequencies(ByteCosts("cpu"), runs=3), dear, {}))["tanh"] == "float32"
-    assert colours(Frequencies(Penalties(ByteCosts("cpu"), dear, {}), runs=3))["tanh"] == "float32"
+    assert colours(Penalties(ByteCosts("cpu"), dear, {}))["tanh"] == "float32"
+    assert colours(Penalties(Penalties(ByteCosts("cpu"), dear, {}), {}, {}))["tanh"] == "float32"
 
 
 class Answers:
@@ -278,8 +269,8 @@ class Answers:
 )
 @pytest.mark.parametrize(
     "around",
-    [lambda c: c, lambda c: Penalties(c, {}, {}), lambda c: Frequencies(c, 2)],
-    ids=["alone", "with penalties", "often"],
+    [lambda c: c, lambda c: Penalties(c, {}, {})],
+    ids=["alone", "with penalties"],
 )
 def test_prices_that_are_none_are_refused_by_the_name_of_the_model(prices: Any, words: str, around: Any) -> None:
     with pytest.raises(PolicyError, match=f"^Answers {words}"):
