@@ -10,11 +10,14 @@ import torch
 from torch import Tensor
 
 
-def facts(value: Any) -> dict[str, Any]:
-    """Return what an object holds, however deep, by where: of a tensor identity, dtype, version and bits."""
+def facts(value: Any, versions: bool = True) -> dict[str, Any]:
+    """Return what an object holds, however deep, by where: of a tensor identity, dtype, version and bits.
+
+    A version counts what is put back too, so it is left out on request.
+    """
     found: dict[str, Any] = {}
     _note(value, "", found, {})
-    return found
+    return found if versions else {at: _without_version(fact) for at, fact in found.items()}
 
 
 def differing(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -41,6 +44,10 @@ def _note(value: Any, at: str, found: dict[str, Any], seen: dict[int, Any]) -> N
         seen[id(value)] = value
         for place, item in inside.items():
             _note(item, place, found, seen)
+
+
+def _without_version(fact: Any) -> Any:
+    return (*fact[:5], *fact[6:]) if isinstance(fact, tuple) and len(fact) == 7 else fact
 
 
 def _version(value: Tensor) -> int | None:

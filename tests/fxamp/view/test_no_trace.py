@@ -75,6 +75,20 @@ def test_the_first_calls_write_what_autocast_writes(write: Callable[[Any, Tensor
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("write", WRITES, ids=lambda w: w.__name__)
+@pytest.mark.parametrize("diagnosis", [fxamp.census, fxamp.estimate_error], ids=lambda d: d.__name__)
+def test_what_a_diagnosis_runs_is_put_back(diagnosis: Any, write: Callable[[Any, Tensor], Tensor]) -> None:
+    model, more = model_that(write, "behind a break"), {}
+    subject = model
+    if diagnosis is fxamp.census:
+        subject = fxamp.convert(model, (X,), policy="O1,dtype=bf16", check=False)
+    else:
+        more["policies"] = "O1"
+    before = facts(model, versions=False)
+    diagnosis(subject, (X,), loss=lambda output: output.float().mean(), **more)
+    assert not differing(before, facts(model, versions=False))
+
+
 def test_the_first_call_hits_the_graph_that_was_captured_ahead() -> None:
     model = model_that(nested, "before a break")
     view = fxamp.convert(model, (X,), policy="O1,dtype=bf16")
