@@ -28,7 +28,6 @@ import json
 import random
 import statistics
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -39,7 +38,6 @@ import msgspec
 import torch
 from tabulate import tabulate
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
 HERE = Path(__file__).resolve().parent
@@ -53,6 +51,7 @@ from fxamp.measure.inductor import Counts, recorded, recorded_since, recording  
 from reports.exact_numerics import cpu  # noqa: E402
 from reports.gpu import SUBJECTS, own_loss  # noqa: E402
 from reports.made import made, write  # noqa: E402
+from reports.peak import peak_of  # noqa: E402
 
 FP32, AUTOCAST, ALL_LOW = "FP32", "torch.autocast", "all low"
 COMPILED = "fxamp O1, compiled update"
@@ -200,24 +199,6 @@ def on_gpu(name: str, layers: int | None = None) -> dict[str, Breakdown]:
         )
         for shown, (variant, window) in tqdm(GPU_VARIANTS.items(), desc=name)
     }  # fmt: skip
-
-
-def peak_of(run: Callable[[], None]) -> int:
-    """Return the most that is allocated at a time while a function runs, of what it allocates itself."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        run()
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        seen.export_chrome_trace(file.name)
-        events = json.loads(Path(file.name).read_text(encoding="utf-8"))["traceEvents"]
-    live: dict[int, int] = {}
-    now = most = 0
-    for event in sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"]):
-        address, size = event["args"]["Addr"], event["args"]["Bytes"]
-        now += size if size > 0 else -live.pop(address, 0)
-        if size > 0:
-            live[address] = size
-        most = max(most, now)
-    return most
 
 
 def measure(

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from passes.contract.devices import DEVICES
 
-from .tensors import held, kept, tables
+from .tensors import held, kept, reached, tables
 
 
 def random_state() -> dict[str, Any]:
@@ -98,19 +98,32 @@ def fresh(value: Any) -> Any:
 
 @contextlib.contextmanager
 def same_attributes(model: nn.Module) -> Iterator[None]:
-    """Give back the attributes of a model's modules that are rebound inside, and what torch keeps of each in tables.
+    """Give back, by reference, what a model's modules hold, and the containers and objects that are reached from there.
 
     A model may add hooks at its first call, and note in an attribute that it has: without the hooks' tables it would
     add them twice.
     """
-    before = [(table, dict(table)) for module in model.modules() for table in tables(module)]
+    before = [(container, container.copy()) for container in reached(model)[0]]
     try:
         yield
     finally:
-        for now, held in before:
-            if len(now) != len(held) or any(now.get(name) is not value for name, value in held.items()):
-                now.clear()
-                now.update(held)
+        for container, items in before:
+            if len(container) != len(items) or any(
+                a is not b for a, b in zip(_flat(container), _flat(items), strict=True)
+            ):
+                _put_back(container, items)
+
+
+def _flat(container: Any) -> Iterable[Any]:
+    return (*container, *container.values()) if isinstance(container, dict) else container
+
+
+def _put_back(container: Any, items: Any) -> None:
+    if isinstance(container, list):
+        container[:] = items
+    else:
+        container.clear()
+        (container.extend if hasattr(container, "rotate") else container.update)(items)
 
 
 @contextlib.contextmanager
@@ -181,11 +194,7 @@ class _State:
     def restore(self) -> None:
         """Put containers and gradients back; tensors are those of `kept`."""
         for container, before in self._containers:
-            if isinstance(container, list):
-                container[:] = before
-            else:
-                container.clear()
-                (container.extend if hasattr(container, "rotate") else container.update)(before)
+            _put_back(container, before)
         for tensor, gradient, requires_grad in self._gradients:
             tensor.grad = gradient
             if tensor.requires_grad != requires_grad:

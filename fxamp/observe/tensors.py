@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+from collections import deque
 from collections.abc import Iterable, Iterator
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -11,8 +14,12 @@ from torch import nn
 
 from passes._torch import pytree
 
+from .._torch import is_spread
+
 _OWN = frozenset(nn.Module().__dict__)  # torch's tables of parameters, buffers, children and hooks
 _TABLES = _OWN - {"_parameters"}
+_CODE = (type, FunctionType, MethodType, ModuleType)
+_NOT_THE_AUTHORS = (sys.stdlib_module_names | {"torch", "fxamp", "passes"}) - {"__main__", "types"}
 
 
 def held(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -37,6 +44,35 @@ def tables(module: nn.Module) -> list[dict[str, Any]]:
     """
     own = vars(module)
     return [own, *(v for name, v in own.items() if name in _TABLES and isinstance(v, dict))]
+
+
+def reached(model: nn.Module) -> tuple[list[Any], dict[int, torch.Tensor]]:
+    """Return the containers and, by id, the tensors that are reached from the attributes of a model's modules.
+
+    Containers are lists, dicts, sets and queues, and the attributes of modules and of the author's objects; those of
+    Python, torch and fxamp are not looked into. Parameters that are spread over ranks are left out.
+    """
+    containers: list[Any] = []
+    tensors = dict[int, torch.Tensor]()
+    seen, left = dict[int, Any](), list[Any]()
+    for module in model.modules():
+        left += tables(module)
+        if any(is_spread(p) for p in module._parameters.values() if p is not None):
+            seen[id(module._parameters)] = module._parameters
+    while left:
+        value = left.pop()
+        if id(value) in seen or isinstance(value, (nn.Module, *_CODE)):
+            continue
+        seen[id(value)] = value
+        if isinstance(value, torch.Tensor):
+            tensors[id(value)] = value
+        elif isinstance(value, (dict, list, set, deque, tuple)):
+            if type(value).__module__ in ("builtins", "collections") and not isinstance(value, tuple):
+                containers.append(value)
+            left += value.values() if isinstance(value, dict) else value
+        elif hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in _NOT_THE_AUTHORS:
+            left.append(vars(value))
+    return containers, tensors
 
 
 def plain(model: nn.Module) -> dict[str, torch.Tensor]:

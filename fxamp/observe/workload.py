@@ -15,7 +15,7 @@ from passes.contract.errors import PolicyError
 
 from ..errors import NoKernelError, NoLossError
 from .snapshot import fresh, same_attributes, same_random_state
-from .tensors import held, kept
+from .tensors import kept, reached
 
 MEAN = "the loss was the mean of the float outputs: no loss was given, and the output has none"
 _NO_LSTM = "could not create a primitive descriptor for the LSTM"  # oneDNN's words
@@ -45,7 +45,8 @@ def as_before(model: nn.Module, written: Collection[int] | None = None) -> Itera
     parameters = list(model.parameters())
     before = [(p, p.grad, p.requires_grad) for p in parameters]
     restored = [p for p in parameters if written is None or id(p) in written]
-    everything = {id(t): t for t in (*held(model).values(), *restored)}
+    ids = {id(p) for p in parameters}
+    everything = {i: t for i, t in reached(model)[1].items() if i not in ids} | {id(p): p for p in restored}
     with same_random_state(), same_attributes(model), kept(everything.values()) as found:
         for p in parameters:
             p.grad = None

@@ -18,13 +18,13 @@ from torch.fx import GraphModule
 
 from passes._torch import pytree
 from passes.contract.errors import FxampError
-from passes.graph.values import LOW_DTYPES
 
 from .._torch import OWN_CACHE, current_backward, forget_compiled
 from ..capture.backend import recompute_as_written
 from ..capture.call import Call, begin
 from ..capture.inputs import Inputs
 from ..errors import NotFaithfulError, in_short
+from ..observe.sketch import LARGE, Sketch, distance, equal, norm, sketch
 from ..observe.snapshot import same_random_state
 from ..observe.tensors import dense, same
 from .runner import RUN, Runner
@@ -36,16 +36,20 @@ GRADIENT_TOLERANCE = 1e-6
 ROUNDING = 1e-3  # the relative norm, without autocast, up to which a capture that differs is used
 
 
+Gradients = dict[str, Tensor | Sketch | None]
+
+
 @dataclass(frozen=True)
 class _Run:
-    """What one run gave: output leaves, buffers, and gradients, None where they are not compared.
+    """What is kept of one run: output leaves, buffers, and gradients, None where they are not compared.
 
-    `read` has the pairs of outputs of which autograd knows that the second was computed from the first.
+    Of a large tensor this is a sketch, so the next run has the memory of one forward and backward to itself. `read`
+    has the pairs of outputs of which autograd knows that the second was computed from the first.
     """
 
     outputs: list[Any]
     buffers: dict[str, Tensor]
-    gradients: dict[str, Tensor | None] | None
+    gradients: Gradients | None
     read: frozenset[tuple[int, int]] = frozenset()
 
 
@@ -67,7 +71,7 @@ def check_capture(runner: Runner, run: Callable[..., _Run], check: bool | str) -
         raise
     except Exception as e:  # autocast mixes dtypes, and its kernels refuse numbers: a graph may run where it does not
         raise NoTwinError(f"the model itself raises under autocast ({in_short(e)})") from e
-    difference = _difference(expected, run("graphs", graded, against=expected))
+    difference = _difference(expected, run("graphs", graded))
     if not difference:
         return
     got, plain = run("graphs", graded), run("torch.compile", graded)
@@ -93,13 +97,10 @@ def check_capture(runner: Runner, run: Callable[..., _Run], check: bool | str) -
     runner.graphs.note(note)
 
 
-def run_twin(
-    runner: Runner, inputs: Inputs, what: str, graded: bool, against: _Run | None = None, exact: bool = False
-) -> _Run:
+def run_twin(runner: Runner, inputs: Inputs, what: str, graded: bool, exact: bool = False) -> _Run:
     """Run the model's own code, the captured graphs, or those of torch.compile, on a twin and on copied inputs.
 
-    The model itself and torch.compile run without autocast if `exact`. Gradients are compared with those of `against`
-    as they come, one parameter at a time, and not kept.
+    The model itself and torch.compile run without autocast if `exact`.
     """
     if any(t.is_meta for t in (*runner.model.parameters(), *runner.model.buffers())):
         raise NoTwinError("it is on the meta device")
@@ -111,13 +112,13 @@ def run_twin(
                 outputs = runner(given, named, model=twin, does="compare")
             else:
                 outputs = _called(runner, twin, given, named, compiled=what != "model", exact=exact)
-            gradients = _gradients(outputs, twin, None if against is None else against.gradients) if graded else None
+            gradients = _gradients(outputs, twin) if graded else None
     except torch.OutOfMemoryError as e:
         raise NoTwinError("there is not enough memory to run it beside itself") from e
     finally:
         begin(before)
     leaves = pytree.tree_leaves(outputs)
-    values = [t.detach() if isinstance(t, Tensor) else t for t in leaves]
+    values = [sketch(t) if isinstance(t, Tensor) else t for t in leaves]
     return _Run(values, dict(twin.named_buffers()), gradients, _read(leaves))
 
 
@@ -154,45 +155,45 @@ def _called(runner: Runner, twin: nn.Module, args: Any, kwargs: Any, compiled: b
         forget_compiled(forward.__code__, eager)
 
 
-Gradients = dict[str, Tensor | None]
-
-
-def _gradients(outputs: Any, twin: nn.Module, against: Gradients | None = None) -> Gradients | None:
+def _gradients(outputs: Any, twin: nn.Module) -> Gradients | None:
     """Return the gradients of a weighted sum of the outputs by name; None if nothing requires any, {} if it raises.
 
-    A reentrant checkpoint raises, for example: it knows no backward of some inputs alone. If there are others to
-    compare with, those that are equal to these are returned in the place of what was computed.
+    A reentrant checkpoint raises, for example: it knows no backward of some inputs alone. A sketch is taken of each as
+    it comes, and its memory let go.
     """
     leaves = [t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor) and t.requires_grad]
     sources = {name: p for name, p in twin.named_parameters() if p.requires_grad}
     if not leaves or not sources:
         return None
-    ramps = [torch.linspace(0.5, 1.5, max(t.numel(), 1), dtype=t.dtype, device=t.device) for t in leaves]
-    weights = [ramp[: t.numel()].view(t.shape) for ramp, t in zip(ramps, leaves, strict=True)]
-    alike: dict[str, bool] = {}
-    floor = _floor(against)
-
+    sketches: Gradients = {}
     outermost: list[int] = []  # a Function of the author's may run a backward of its own inside this one
 
-    def compare(name: str, expected: Tensor | None, gradient: Tensor) -> Tensor | None:
+    def take(name: str, gradient: Tensor) -> Tensor | None:
         if current_backward() not in outermost:
             return None
-        alike[name] = expected is not None and _are_alike(expected, dense(gradient), floor)
-        if not alike[name] or gradient.is_sparse:
-            return None
-        return gradient.new_zeros(()).expand(gradient.shape)  # lets go of its memory
+        sketches[name] = sketch(dense(gradient))
+        return None if gradient.is_sparse else gradient.new_zeros(()).expand(gradient.shape)
 
-    handles = [p.register_hook(partial(compare, name, against[name])) for name, p in sources.items() if against]
+    handles = [p.register_hook(partial(take, name)) for name, p in sources.items()]
     handles += [leaf.register_hook(lambda _: outermost.append(current_backward())) for leaf in leaves]
     try:
-        found = torch.autograd.grad(leaves, list(sources.values()), weights, allow_unused=True)
+        computed = torch.autograd.grad(leaves, list(sources.values()), list(map(_weights, leaves)), allow_unused=True)
     except RuntimeError:
         return {}
     finally:
         for handle in handles:
             handle.remove()
-    made = zip(sources, (None if g is None else dense(g) for g in found), strict=True)
-    return {name: against[name] if against and alike.get(name) else g for name, g in made}
+    others = zip(sources, computed, strict=True)
+    return {name: None if g is None else sketches[name] if name in sketches else sketch(dense(g)) for name, g in others}
+
+
+def _weights(output: Tensor) -> Tensor:
+    """Return the weights of an output in the sum, from 0.5 to 1.5; a large one's repeat, row by row one further on."""
+    numbers = output.numel() if output.numel() <= LARGE else sum(output.shape)
+    ramp = torch.linspace(0.5, 1.5, max(numbers, 1), dtype=output.dtype, device=output.device)
+    if output.numel() <= LARGE:
+        return ramp[: output.numel()].view(output.shape)
+    return ramp.as_strided(output.shape, (1,) * output.dim())
 
 
 def _difference(expected: _Run, got: _Run) -> str:
@@ -200,7 +201,7 @@ def _difference(expected: _Run, got: _Run) -> str:
     if len(expected.outputs) != len(got.outputs):
         return f"{len(got.outputs)} outputs instead of {len(expected.outputs)}"
     for i, (a, b) in enumerate(zip(expected.outputs, got.outputs, strict=True)):
-        if isinstance(a, Tensor) and not (isinstance(b, Tensor) and same(_wide(a), _wide(b))):
+        if isinstance(a, Tensor | Sketch) and not equal(a, b):
             return f"output {i} differs by {_relative(a, b)}"
     if expected.read != got.read:
         first, second = min(expected.read ^ got.read)
@@ -222,32 +223,23 @@ def _distance(expected: _Run, got: _Run) -> float:
     """Return the largest relative norm by which outputs and gradients of two runs differ."""
     ours, theirs = (run.gradients or {} for run in (expected, got))
     pairs = [*zip(expected.outputs, got.outputs, strict=False), *((g, theirs.get(name)) for name, g in ours.items())]
-    tensors = [(a, b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor)]
-    if len(expected.outputs) != len(got.outputs) or any(a.shape != b.shape for a, b in tensors):
+    tensors = [(a, b) for a, b in pairs if isinstance(a, Tensor | Sketch) and isinstance(b, Tensor | Sketch)]
+    if len(expected.outputs) != len(got.outputs):
         return float("inf")
     floor = max(_floor(expected.gradients), 1e-30)
-    return max((_norm(a - b) / max(_norm(a), floor) for a, b in tensors if not same(a, b)), default=0.0)
+    return max((distance(a, b) / max(norm(a), floor) for a, b in tensors if not equal(a, b)), default=0.0)
 
 
 def _are_alike(a: Any, b: Any, floor: float) -> bool:
-    return a is b or _norm(a - b) <= max(GRADIENT_TOLERANCE * _norm(a), floor) or same(a, b)  # NaN, too
+    return distance(a, b) <= max(GRADIENT_TOLERANCE * norm(a), floor) or equal(a, b)  # NaN, too
 
 
 def _floor(gradients: Gradients | None) -> float:
     """Return the distance that does not count: a billionth of the largest gradient's norm."""
-    return 1e-9 * max((_norm(g) for g in (gradients or {}).values() if g is not None), default=0.0)
+    return 1e-9 * max((norm(g) for g in (gradients or {}).values() if g is not None), default=0.0)
 
 
-def _norm(value: Tensor) -> float:
-    return float(value.double().norm())
-
-
-def _relative(a: Tensor, b: Any) -> str:
-    if not isinstance(b, Tensor) or a.shape != b.shape or not a.numel():
+def _relative(a: Any, b: Any) -> str:
+    if not isinstance(b, Tensor | Sketch) or a.shape != b.shape:
         return "its shape"
-    wide = a.double() if not a.is_complex() else a
-    return f"{float((wide - b.to(wide.dtype)).norm() / wide.norm().clamp_min(1e-30)):.3g} of its norm"
-
-
-def _wide(value: Tensor) -> Tensor:
-    return value.float() if value.dtype in LOW_DTYPES else value
+    return f"{distance(a, b) / max(norm(a), 1e-30):.3g} of its norm"

@@ -82,6 +82,7 @@ class Function:
         self, model: nn.Module, settings: Settings, graphs: Graphs, method: str, opened: Opened | None = None
     ) -> None:
         self.settings, self.graphs, self.method, self.opened = settings, graphs, method, opened
+        forget_the_gone()
         self.stale: Callable[[], bool] | None = None
         self.called = False
         self._model, self._author = model, _code_of(model, method)
@@ -234,11 +235,22 @@ def _none() -> None:
 
 
 def _let_go(codes: Iterable[types.CodeType], backend: Callable[..., Any], calls: Iterable[GraphCall]) -> None:
-    """Have torch let go of the graphs of a view that is gone."""
-    for code in codes:
-        forget_compiled(code, backend)
+    """Let go of the graphs of a view that is gone; what Dynamo has of them is forgotten by `forget_the_gone`."""
+    _gone.append((codes, backend))
     for call in calls:
         call.release()
+
+
+# Views that are gone. Python's collector may run while Dynamo, in C, reads the very list that an entry would leave.
+_gone: list[tuple[Iterable[types.CodeType], Callable[..., Any]]] = []
+
+
+def forget_the_gone() -> None:
+    """Drop what Dynamo compiled for views that are gone; called where Dynamo looks nothing up."""
+    while _gone:
+        codes, backend = _gone.pop()
+        for code in codes:
+            forget_compiled(code, backend)
 
 
 def _tracing_settings(model: nn.Module, settings: Settings) -> dict[str, Any]:

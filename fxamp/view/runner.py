@@ -55,7 +55,7 @@ from ..capture.outputs import is_whole, own_values, restored
 from ..capture.state import state_of
 from ..observe.watch import watching
 from .copies import Opened
-from .function import Function
+from .function import Function, forget_the_gone
 from .hooks import HookWatch
 from .settings import Settings
 from .twin import MODEL_OF_COPY
@@ -139,6 +139,7 @@ class Runner:
             CaptureError: the call is inside an export or a symbolic trace, or a guard failed and that is an error.
         """
         _refuse_tracing()
+        forget_the_gone()
         self.calls += 1
         if args and kwargs:
             self._refuse_twice(len(args), kwargs, method)

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from fxamp._torch import kept_by_compiled
 from fxamp.measure.inductor import Counts, Graph, recorded, recorded_since, recording
-from reports.compiled_step import peak_of
+from reports.peak import peak_of
 from tests.support.front_ends import FRESH
 
 pytestmark = [

@@ -11,6 +11,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Graph
 from torch.utils.checkpoint import checkpoint
@@ -18,8 +19,10 @@ from torch.utils.checkpoint import checkpoint
 import fxamp
 from fxamp._torch import TorchDispatchMode
 from fxamp.capture import backend
+from fxamp.observe.sketch import LARGE, distance, equal, norm, sketch
+from reports.peak import peak_of
 from tests.support.front_ends import FRESH, under_autocast
-from tests.support.helpers import Two, assert_same, assert_untouched, example, fingerprint, in_turns
+from tests.support.helpers import Layers, Two, assert_same, assert_untouched, example, fingerprint, in_turns
 
 pytestmark = FRESH
 
@@ -61,7 +64,7 @@ def _no_statistics(graph: Graph) -> None:
 def spoiled(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Graph], None]], nn.Module]:
     """Return what has graphs of a model captured wrong."""
 
-    def make(spoil: Callable[[Graph], None]) -> nn.Module:
+    def make(spoil: Callable[[Graph], None], width: int = 6) -> nn.Module:
         def copied(gm: Any) -> Any:
             made = original(gm)
             spoil(made.graph)
@@ -71,7 +74,7 @@ def spoiled(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Graph], None
         original = backend.copied  # type: ignore[attr-defined]
         monkeypatch.setattr(backend, "copied", copied)
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU())
+        return nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU())
 
     return make
 
@@ -97,6 +100,63 @@ def test_a_wrong_graph_is_found_by_what_it_loses(wrong: str, check: bool | str, 
     else:
         fxamp.convert(model, (example(),), policy=f"{level},dtype=bf16", check=check)
     assert_untouched(model, before)
+
+
+@pytest.mark.parametrize("wrong", FOUND)
+def test_a_wrong_graph_of_large_tensors_is_found(wrong: str, spoiled: Any) -> None:
+    spoil, level, said, _ = FOUND[wrong]
+    model, x = spoiled(spoil, 192), torch.randn(96, 192)
+    assert x.numel() > LARGE
+    with pytest.raises(fxamp.CaptureError, match=f"does not compute what Sequential computes: {said}"):
+        fxamp.convert(model, (x,), policy=f"{level},dtype=bf16")
+
+
+@pytest.mark.parametrize("level", ["O0", "O1"])
+@pytest.mark.parametrize("head", [0, 4000])
+def test_a_conversion_needs_the_memory_of_one_forward_and_backward(level: str, head: int) -> None:
+    """With weights as large as what is kept for backward, and with logits, of which the model returns a loss too."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(8)]
+    last = [nn.Linear(512, head)] if head else []
+
+    def forward(self: Any, x: Tensor) -> Any:
+        h = self.m(x)
+        return (F.cross_entropy(h, torch.zeros(len(h), dtype=torch.long)), h) if head else h
+
+    model = Layers(forward, m=nn.Sequential(*layers, *last))
+    x = torch.randn(320, 512)
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=level == "O1"):
+            output = model(x)
+        (output[0] if head else output.mean()).backward()
+        model.zero_grad()
+
+    step()
+    converted = peak_of(lambda: fxamp.convert(model, (x,), policy=f"{level},dtype=bf16"))
+    assert converted <= 1.05 * peak_of(step)
+
+
+def test_a_sketch_tells_equal_tensors_from_others_and_how_far_they_are_apart() -> None:
+    torch.manual_seed(0)
+    a = torch.randn(700, 999)
+    a[0, 0], a[1, 1] = 0.0, torch.nan
+    same = a.t().contiguous().t()
+    same[0, 0] = -0.0
+    assert equal(sketch(a), sketch(same))
+    for place in ((0, 0), (1, 1), (699, 998)):
+        other = a.clone()
+        other[place] = 1e-40
+        assert not equal(sketch(a), sketch(other))
+    assert not equal(sketch(a), sketch(a.double()))
+    assert not equal(sketch(a), sketch(a.t().reshape(700, 999)))
+    a, b = torch.randn(2, 700, 999)
+    assert distance(sketch(a), sketch(b)) == pytest.approx(float((a - b).norm()), rel=0.1)
+    assert norm(sketch(a)) == pytest.approx(float(a.norm()), rel=0.1)
+    assert distance(sketch(a), sketch(b[:, :998])) == float("inf")
+    row = a.clone()
+    row[5, :9] += 1.0
+    assert distance(sketch(a), sketch(row)) == pytest.approx(3.0)
 
 
 # What cannot be checked, or torch.compile alone computes otherwise: a note and a warning.

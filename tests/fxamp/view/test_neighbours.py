@@ -40,14 +40,27 @@ def graphs_captured() -> int:
 
 def test_a_view_that_is_gone_leaves_nothing_in_the_caches_of_its_class() -> None:
     torch._dynamo.reset()
-    model = Broken()
+    model, other = Broken(), fxamp.convert(nn.Linear(6, 6), (X,), policy=O1)
     for _ in range(4):
         view = fxamp.convert(model, (X,), policy=O1)
         view(X)
         assert compiled_entries() > 0
         del view
         gc.collect()
+        other(X)  # where Dynamo looks nothing up; Python's collector may run in the middle of its look-up
         assert compiled_entries() == 0
+
+
+def test_a_view_that_the_collector_finds_in_a_look_up_leaves_its_list_alone() -> None:
+    """Dynamo reads the list of a class's code in C; what it reads may not be freed by a collection meanwhile."""
+    torch._dynamo.reset()
+    view = fxamp.convert(Broken(), (X,), policy=O1)
+    view(X)
+    entries = compiled_entries()
+    assert entries > 0
+    del view
+    gc.collect()
+    assert compiled_entries() == entries
 
 
 def test_what_one_view_captures_again_no_other_does() -> None:

@@ -8,158 +8,23 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxamp
+from reports.trial.facts import differing, facts
+from reports.trial.writers import (
+    PLACES,
+    WRITES,
+    X,
+    buffer_written,
+    cached,
+    data_written,
+    initialized_once,
+    model_that,
+    momentum,
+    nested,
+)
 from tests.support.helpers import Two
-
-X = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
-
-
-class Parts:
-    """What a model holds that is no module: an object with a list, a number and a tensor."""
-
-    def __init__(self) -> None:
-        self.seen: list[int] = []
-        self.number = 0
-        self.tensor = torch.zeros(3)
-
-
-def data_written(m: Any, h: Tensor) -> Tensor:
-    m.scale.data.copy_(h.detach().float().mean(0))
-    return h
-
-
-def data_replaced(m: Any, h: Tensor) -> Tensor:
-    m.scale.data = h.detach().float().std(0)
-    return h
-
-
-def data_replaced_low(m: Any, h: Tensor) -> Tensor:
-    m.frozen.data = h.detach().mean(0)
-    return h
-
-
-def initialized_once(m: Any, h: Tensor) -> Tensor:
-    if m.done.item() == 0:
-        with torch.no_grad():
-            m.scale.copy_(1 / (h.float().std(0) + 1e-6))
-            m.done.fill_(1)
-    return h
-
-
-def momentum(m: Any, h: Tensor) -> Tensor:
-    with torch.no_grad():
-        for key, query in zip(m.m.parameters(), m.l.parameters(), strict=True):
-            key.data = key.data * 0.9 + query.data * 0.1
-    return h
-
-
-def parameter_replaced(m: Any, h: Tensor) -> Tensor:
-    m.scale = nn.Parameter(torch.full((6,), 2.0))
-    return h
-
-
-def buffer_written(m: Any, h: Tensor) -> Tensor:
-    m.mean.lerp_(h.detach().float().mean(0), 0.1)
-    return h
-
-
-def buffer_replaced(m: Any, h: Tensor) -> Tensor:
-    m.mean = m.mean * 0.9
-    return h
-
-
-def attribute(m: Any, h: Tensor) -> Tensor:
-    m.steps += 1
-    m.last = h.detach()
-    return h
-
-
-def nested(m: Any, h: Tensor) -> Tensor:
-    m.parts.seen.append(len(m.parts.seen))
-    m.parts.number += 1
-    m.parts.tensor.add_(1)
-    return h
-
-
-def cached(m: Any, h: Tensor) -> Tensor:
-    m.cache.setdefault("key", []).append(h.detach())
-    return h
-
-
-def module_added(m: Any, h: Tensor) -> Tensor:
-    if "new" not in m.layers:
-        m.layers["new"] = nn.Linear(6, 6)
-    return h
-
-
-def queue(m: Any, h: Tensor) -> Tensor:
-    at = int(m.done)
-    m.queue[at : at + 1] = h.detach().float()[:1]
-    m.done += 1
-    return h
-
-
-def flags(m: Any, h: Tensor) -> Tensor:
-    m.scale.requires_grad_(not m.scale.requires_grad)
-    m.l.training = not m.l.training
-    return h
-
-
-def mask(m: Any, h: Tensor) -> Tensor:
-    m.m.weight.data.mul_((m.m.weight.abs() > 0.05).float())
-    return h
-
-
-WRITES = (
-    data_written, data_replaced, data_replaced_low, initialized_once, momentum, parameter_replaced, buffer_written,
-    buffer_replaced, attribute, nested, cached, module_added, queue, flags, mask,
-)  # fmt: skip
-PLACES = ("first", "last", "before a break", "behind a break")
-
-
-def model_that(write: Callable[[Any, Tensor], Tensor], place: str) -> Any:
-    """Return a model whose forward writes something, at a place of it."""
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        if place == "first":
-            x = write(self, x)
-        h = F.relu(self.l(x))
-        if place in ("last", "before a break"):
-            h = write(self, h)
-        if place.endswith("break"):
-            torch._dynamo.graph_break()
-        if place == "behind a break":
-            h = write(self, h)
-        return self.m(h) * self.scale.mean()
-
-    model: Any = Two(
-        forward, scale=nn.Parameter(torch.ones(6)), frozen=nn.Parameter(torch.ones(6), requires_grad=False),
-        mean=torch.zeros(6), done=torch.zeros(1), queue=torch.zeros(8, 6), layers=nn.ModuleDict(), steps=0, last=None,
-        parts=Parts(), cache={},
-    )  # fmt: skip
-    model.plain = torch.arange(6.0)
-    return model
-
-
-def state_of(value: Any, seen: dict[int, Any] | None = None) -> Any:
-    """Return Python state as plain values: of tensors identity, dtype and bits, of objects what they hold."""
-    seen = {} if seen is None else seen
-    if id(value) in seen:
-        return "again"
-    if isinstance(value, Tensor):
-        return id(value), type(value), value.dtype, value.requires_grad, value.detach().clone().view(-1).tolist()
-    if isinstance(value, dict):
-        return {key: state_of(item, seen) for key, item in value.items()}
-    if isinstance(value, (list, tuple, set)):
-        return type(value), [state_of(item, seen) for item in value]
-    if isinstance(value, (nn.Module, Parts)):
-        seen[id(value)] = value
-        return id(value), state_of(vars(value), seen)
-    return value
-
 
 ENTRANCES: dict[str, Callable[[Any], Any]] = {
     "convert": lambda m: fxamp.convert(m, (X,), policy="O1,dtype=bf16"),
@@ -181,13 +46,13 @@ def test_what_forward_writes_is_not_written_by_a_conversion(
     write: Callable[[Any, Tensor], Tensor], place: str, entrance: str
 ) -> None:
     model = model_that(write, place)
-    before, inputs = state_of(model), X.clone()
+    before, inputs = facts(model), X.clone()
     ENTRANCES[entrance](model)
-    assert state_of(model) == before
+    assert not differing(before, facts(model))
     assert torch.equal(X, inputs)
     with torch.autocast("cpu", torch.bfloat16):
         model(X)
-    assert state_of(model) != before
+    assert differing(before, facts(model))
 
 
 @pytest.mark.parametrize(
@@ -208,6 +73,20 @@ def test_the_first_calls_write_what_autocast_writes(write: Callable[[Any, Tensor
     assert (model.parts.seen, model.parts.number, len(model.cache)) == (
         plain.parts.seen, plain.parts.number, len(plain.cache)
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("write", WRITES, ids=lambda w: w.__name__)
+@pytest.mark.parametrize("diagnosis", [fxamp.census, fxamp.estimate_error], ids=lambda d: d.__name__)
+def test_what_a_diagnosis_runs_is_put_back(diagnosis: Any, write: Callable[[Any, Tensor], Tensor]) -> None:
+    model, more = model_that(write, "behind a break"), {}
+    subject = model
+    if diagnosis is fxamp.census:
+        subject = fxamp.convert(model, (X,), policy="O1,dtype=bf16", check=False)
+    else:
+        more["policies"] = "O1"
+    before = facts(model, versions=False)
+    diagnosis(subject, (X,), loss=lambda output: output.float().mean(), **more)
+    assert not differing(before, facts(model, versions=False))
 
 
 def test_the_first_call_hits_the_graph_that_was_captured_ahead() -> None:
@@ -251,10 +130,10 @@ def test_a_parameter_that_forward_makes_low_is_said_with_the_line(caplog: pytest
 def test_a_model_without_a_copy_is_captured_on_itself_and_put_back(caplog: pytest.LogCaptureFixture) -> None:
     model = model_that(data_written, "before a break")
     model.lock = __import__("threading").Lock()
-    before = state_of(model.scale), state_of(model.mean)
+    before = facts(model.scale), facts(model.mean)
     with caplog.at_level(logging.WARNING):
         view = fxamp.convert(model, (X,), policy="O1,dtype=bf16")
-    assert (state_of(model.scale), state_of(model.mean)) == before
+    assert (facts(model.scale), facts(model.mean)) == before
     assert "put back" in caplog.text
     assert not fxamp.plan_of(view).complete
 
