@@ -79,21 +79,39 @@ def code_being_captured() -> CodeType:
     return codes_in_trace()[0]
 
 
-def forget_compiled(code: CodeType, backend: Callable[..., Any] | None = None) -> None:
+_emptied: set[CodeType] = set()  # of which Dynamo may have nothing left but entries that are dead
+
+
+def forget_compiled(code: CodeType, backend: Callable[..., Any] | None = None, *, anywhere: bool = False) -> None:
     """Drop what Dynamo compiled by one backend, or by all, for a code object; torch keeps it as long as the process.
 
-    What others compiled for the code stays, of the user's too: it is shared by all models of a class.
+    What others compiled for the code stays, of the user's too: it is shared by all models of a class. A finalizer may
+    run `anywhere`, even where Dynamo compiles this code or checks its guards, and reads what it knows of it afterwards:
+    its entries die then, and `remove_forgotten` frees them.
     """
-    entries = torch._dynamo.eval_frame._debug_get_cache_entry_list(code)
-    others = [e for e in entries if e.backend is not backend and e.guard_manager.extra_state is not None]
-    if backend is None or not others:
-        torch._dynamo.eval_frame.remove_from_cache(code)
-        return
-    for entry in entries:
+    for entry in torch._dynamo.eval_frame._debug_get_cache_entry_list(code):
         manager = entry.guard_manager
-        if entry.backend is backend and manager.extra_state is not None:
+        if (backend is None or entry.backend is backend) and manager.extra_state is not None:
             gone = torch._dynamo.guards.DeletedGuardManagerWrapper("fxamp has forgotten it")
             manager.extra_state.invalidate(entry, gone)
+    _emptied.add(code)
+    if not anywhere:
+        remove_forgotten()
+
+
+def remove_forgotten() -> None:
+    """Free what was forgotten, unless Dynamo compiles something now, in this thread or in another."""
+    lock = torch._dynamo.convert_frame.compile_lock
+    if torch._guards.CompileContext.try_get() is not None or not lock.acquire(blocking=False):
+        return
+    try:
+        while _emptied:
+            code = _emptied.pop()
+            entries = torch._dynamo.eval_frame._debug_get_cache_entry_list(code)
+            if all(entry.guard_manager.extra_state is None for entry in entries):
+                torch._dynamo.eval_frame.remove_from_cache(code)
+    finally:
+        lock.release()
 
 
 def dynamo_stance() -> str:

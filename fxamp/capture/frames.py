@@ -39,6 +39,7 @@ from .._torch import (
     dynamo_is_disabled,
     dynamo_settings,
     last_record,
+    remove_forgotten,
     storage_id,
     unmark_batch,
 )
@@ -101,6 +102,7 @@ class Frames:
         self.fixes_sizes = False
         self._graphs: Counter[CodeType] = Counter()
         self._failing: set[CodeType] = set()  # refused since an op failed, which other inputs may mend
+        remove_forgotten()
         for code in _codes_of(model):  # another compilation may have left it to Python, which C code does unasked then
             torch._C._dynamo.eval_frame.set_code_exec_strategy(code, _asked_about())
         context: Any = torch._dynamo.optimize(backend, dynamic=dynamic, nopython=fullgraph, **OWN_CACHE)

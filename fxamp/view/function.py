@@ -236,7 +236,7 @@ def _none() -> None:
 def _let_go(codes: Iterable[types.CodeType], backend: Callable[..., Any], calls: Iterable[GraphCall]) -> None:
     """Have torch let go of the graphs of a view that is gone."""
     for code in codes:
-        forget_compiled(code, backend)
+        forget_compiled(code, backend, anywhere=True)
     for call in calls:
         call.release()
 

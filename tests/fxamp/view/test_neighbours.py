@@ -31,7 +31,8 @@ class Broken(nn.Module):
 
 
 def compiled_entries() -> int:
-    return len(torch._dynamo.eval_frame._debug_get_cache_entry_list(Broken.forward.__code__))
+    entries = torch._dynamo.eval_frame._debug_get_cache_entry_list(Broken.forward.__code__)
+    return sum(entry.code is not None for entry in entries)
 
 
 def graphs_captured() -> int:
@@ -48,6 +49,24 @@ def test_a_view_that_is_gone_leaves_nothing_in_the_caches_of_its_class() -> None
         del view
         gc.collect()
         assert compiled_entries() == 0
+    fxamp.convert(nn.Linear(6, 6), (X,), policy=O1)
+    assert not torch._dynamo.eval_frame._debug_get_cache_entry_list(Broken.forward.__code__), "what has died is freed"
+
+
+def test_a_view_may_be_collected_while_torch_compiles_another_model_of_its_class() -> None:
+    torch._dynamo.reset()
+    views = [fxamp.convert(Broken(), (X,), policy=O1)]
+    views[0](X)
+
+    def backend(gm: Any, inputs: Any) -> Any:  # Dynamo goes on with what it knows of the code that it compiles
+        views.clear()
+        gc.collect()
+        return gm.forward
+
+    model = Broken()
+    compiled = torch.compile(model, backend=backend)
+    assert torch.equal(compiled(X), model(X))
+    assert compiled_entries() == 1, "torch.compile's"
 
 
 def test_what_one_view_captures_again_no_other_does() -> None:
