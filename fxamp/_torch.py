@@ -96,6 +96,32 @@ def forget_compiled(code: CodeType, backend: Callable[..., Any] | None = None) -
             manager.extra_state.invalidate(entry, gone)
 
 
+_gone: list[tuple[Iterable[CodeType], Callable[..., Any]]] = []  # what `forget_later` was given
+
+
+def forget_later(codes: Iterable[CodeType], backend: Callable[..., Any]) -> None:
+    """Note what is to be forgotten by `forget_the_gone`.
+
+    A finalizer runs anywhere, also while Dynamo compiles the code or checks its guards: it reads in C, afterwards, what
+    `forget_compiled` frees.
+    """
+    _gone.append((codes, backend))
+
+
+def forget_the_gone() -> None:
+    """Forget what `forget_later` was given, unless Dynamo compiles something now, in this thread or in another."""
+    lock = torch._dynamo.convert_frame.compile_lock
+    if not _gone or torch._guards.CompileContext.try_get() is not None or not lock.acquire(blocking=False):
+        return
+    try:
+        while _gone:
+            codes, backend = _gone.pop()
+            for code in codes:
+                forget_compiled(code, backend)
+    finally:
+        lock.release()
+
+
 def dynamo_stance() -> str:
     """Return the stance that `torch.compiler.set_stance` has set: "default", "force_eager" and others."""
     return str(torch._dynamo.eval_frame._stance.stance)

@@ -12,7 +12,7 @@ the bytes that Inductor's kernels load and store, the kernels of a forward and b
 saves for backward; and of a window the peak memory of a run, without weights and optimizer state. A loop by hand
 compiles model and loss as one function, which returns the loss.
 
-For a GPU, which need not be there, it takes four models of full size, and counts what Inductor makes of their steps on
+For a GPU, which need not be there, it takes six models of full size, and counts what Inductor makes of their steps on
 an H100 (`fxamp.measure.fake_cuda`), with all that runs outside of the graphs. The report on what only a GPU can show
 has measured some of it.
 
@@ -49,24 +49,25 @@ from fxamp.measure.fake_cuda.breakdown import Breakdown  # noqa: E402
 from fxamp.measure.fake_cuda.count import count as count_on_gpu  # noqa: E402
 from fxamp.measure.inductor import Counts, recorded, recorded_since, recording  # noqa: E402
 from reports.exact_numerics import cpu  # noqa: E402
-from reports.gpu import SUBJECTS, own_loss  # noqa: E402
+from reports.gpu import SUBJECTS, Subject, own_loss  # noqa: E402
 from reports.made import made, write  # noqa: E402
 from reports.peak import peak_of  # noqa: E402
 
 FP32, AUTOCAST, ALL_LOW = "FP32", "torch.autocast", "all low"
+LOWS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 COMPILED = "fxamp O1, compiled update"
 POLICIES = {"fxamp O1": "O1", COMPILED: "O1", "fxamp O1 per_use": "O1", "fxamp O2": "O2"}
 ROUNDS, WARMUP, RESAMPLED = 11, 2, 2000
 WINDOWS = (1, 4)
 _LENGTH = {"1": "Steps of one micro-batch", "4": "Windows of four micro-batches"}
 SIZE = (256, 4, 4, 64)  # width, layers, batch, tokens
-BATCHES = {"BERT-base": 32, "GPT-2": 8, "Llama 0.5B": 8, "ViT-B": 64}  # of models on a GPU
-# By name: the variant, and the micro-batches of a window. Of both lengths autocast is the base.
-GPU_VARIANTS = {
-    AUTOCAST: (AUTOCAST, 1), "fxamp O1": ("fxamp O1", 1), COMPILED: (COMPILED, 1), ALL_LOW: (ALL_LOW, 1),
-    f"{AUTOCAST}, windows of 4": (AUTOCAST, 4),
-    "fxamp O1, windows of 4": ("fxamp O1", 4), f"{COMPILED}, windows of 4": (COMPILED, 4),
+BATCHES = {"BERT-base": 32, "GPT-2": 8, "Llama 0.5B": 8, "ViT-B": 64, "ResNet-50": 64, "T5-base": 8}  # on a GPU
+_T5 = {
+    "d_model": 768, "d_ff": 3072, "num_layers": 12, "num_decoder_layers": 12, "num_heads": 12, "use_cache": False,
+    "decoder_start_token_id": 0,
 }  # fmt: skip
+_SHALLOW_T5 = {"num_layers": 1, "num_decoder_layers": 1}
+MODELS = {**SUBJECTS, "T5-base": Subject("T5", "ForConditionalGeneration", 512, (8,), _T5, _SHALLOW_T5, {})}
 Inputs = dict[str, Tensor]
 
 
@@ -102,6 +103,34 @@ class Time:
     interval: tuple[float, float] | None = None
 
 
+@dataclass(frozen=True)
+class Variant:
+    """A way to train, by name, in windows of so many micro-batches, in a low dtype.
+
+    It is compared with autocast in windows of that length and in that dtype, whose loop by hand has a GradScaler for
+    FP16, and looks for no inf or NaN in BF16, as TrainStep does unless it is told not to `check`.
+    """
+
+    name: str
+    window: int = 1
+    low: str = "bf16"
+    check: bool = True
+
+    @property
+    def base(self) -> Variant:
+        """Return what it is compared with."""
+        return Variant(AUTOCAST, self.window, self.low)
+
+
+GPU_VARIANTS = {
+    AUTOCAST: Variant(AUTOCAST), "fxamp O1": Variant("fxamp O1"), COMPILED: Variant(COMPILED),
+    f"{COMPILED}, check_finite=False": Variant(COMPILED, check=False), ALL_LOW: Variant(ALL_LOW),
+    f"{AUTOCAST}, windows of 4": Variant(AUTOCAST, 4),
+    "fxamp O1, windows of 4": Variant("fxamp O1", 4), f"{COMPILED}, windows of 4": Variant(COMPILED, 4),
+    f"{AUTOCAST}, FP16": Variant(AUTOCAST, low="fp16"), f"{COMPILED}, FP16": Variant(COMPILED, low="fp16"),
+}  # fmt: skip
+
+
 def bert(width: int, layers: int, batch: int, tokens: int) -> tuple[nn.Module, Inputs]:
     """Return a model and its inputs, labels among them."""
     from transformers import BertConfig, BertForMaskedLM
@@ -120,25 +149,26 @@ def variants(size: tuple[int, int, int, int], window: int, options: dict[str, An
     model, inputs = bert(*size)
     for name in (FP32, AUTOCAST, ALL_LOW, *POLICIES):
         own = copy.deepcopy(model).to(torch.bfloat16 if name == ALL_LOW else torch.float32)
-        yield name, micro_batch(own, inputs, name, window, {"options": options})
+        yield name, micro_batch(own, inputs, Variant(name, window), {"options": options})
 
 
 def micro_batch(
-    model: nn.Module, inputs: Inputs, variant: str, window: int, how: Mapping[str, Any], device: str = "cpu"
+    model: nn.Module, inputs: Inputs, of: Variant, how: Mapping[str, Any], device: str = "cpu"
 ) -> Callable[[], Tensor]:
     """Return what runs a micro-batch of a variant; `how` is for `torch.compile`.
 
     Of "all low" the model has low weights.
     """
-    if variant not in POLICIES:
-        if variant == ALL_LOW:
+    if of.name not in POLICIES:
+        if of.name == ALL_LOW:
             inputs = {k: v.to(torch.bfloat16) if v.is_floating_point() else v for k, v in inputs.items()}
-        return _by_hand(model, inputs, window, how, torch.autocast(device, torch.bfloat16, variant == AUTOCAST))
+        return _by_hand(model, inputs, of, how, device)
     example: Any = () if device == "cuda" else ((), inputs)  # a check compares values
-    converted = fxamp.convert(model, *example, policy=f"{POLICIES[variant]},dtype=bf16")
+    converted = fxamp.convert(model, *example, policy=f"{POLICIES[of.name]},dtype={of.low}")
     step = fxamp.TrainStep(
-        converted, None, _adamw(model), scaler=None, weights="per_use" if "per_use" in variant else "auto",
-        accumulate_steps=window, compile=how, update="compiled" if variant == COMPILED else None,
+        converted, None, _adamw(model), weights="per_use" if "per_use" in of.name else "auto",
+        accumulate_steps=of.window, check_finite=of.check, compile=how,
+        update="compiled" if of.name == COMPILED else None,
     )  # fmt: skip
     return lambda: step(inputs).loss
 
@@ -148,18 +178,21 @@ def _adamw(model: nn.Module) -> torch.optim.AdamW:
 
 
 def _by_hand(
-    model: nn.Module, inputs: Inputs, window: int, how: Mapping[str, Any], autocast: torch.autocast
+    model: nn.Module, inputs: Inputs, of: Variant, how: Mapping[str, Any], device: str
 ) -> Callable[[], Tensor]:
     options = {**recording(), **how.get("options", {})}
     optimizer, called = _adamw(model), torch.compile(own_loss, **{**how, "options": options})
+    scaler = torch.amp.GradScaler(device, enabled=of.low == "fp16")
+    autocast = torch.autocast(device, LOWS[of.low], of.name == AUTOCAST)
     done = itertools.count(1)
 
     def step() -> Tensor:
         with autocast:
             loss: Tensor = called(model, inputs)
-        (loss / window if window > 1 else loss).backward()
-        if next(done) % window == 0:
-            optimizer.step()
+        scaler.scale(loss / of.window if of.window > 1 else loss).backward()
+        if next(done) % of.window == 0:
+            scaler.step(optimizer)
+            scaler.update()
             optimizer.zero_grad(set_to_none=True)
         return loss
 
@@ -177,15 +210,16 @@ def count(step: Callable[[], Tensor], window: int = 1) -> PerBatch:
 
 def model(name: str, layers: int | None = None, low: bool = False) -> tuple[nn.Module, tuple[()], Inputs]:
     """Make a model that a GPU trains, and its inputs; `fxamp.measure.fake_cuda` asks for it by name."""
-    subject = SUBJECTS[name]
+    subject = MODELS[name]
     depth = dict.fromkeys(subject.shallow, layers) if layers else {}
     made, inputs = subject.build(BATCHES[name], False, **depth)
     return made.to(torch.bfloat16 if low else torch.float32), (), inputs
 
 
-def train(model: nn.Module, args: tuple[()], kwargs: Inputs, variant: str, window: int = 1) -> Callable[[], None]:
+def train(model: nn.Module, args: tuple[()], kwargs: Inputs, **variant: Any) -> Callable[[], None]:
     """Return what trains a window of a variant on a GPU; `fxamp.measure.fake_cuda` asks for it by name."""
-    return _repeated(micro_batch(model, kwargs, variant, window, {"dynamic": False}, "cuda"), window)
+    of = Variant(**variant)
+    return _repeated(micro_batch(model, kwargs, of, {"dynamic": False}, "cuda"), of.window)
 
 
 def on_gpu(name: str, layers: int | None = None) -> dict[str, Breakdown]:
@@ -194,10 +228,10 @@ def on_gpu(name: str, layers: int | None = None) -> dict[str, Breakdown]:
     return {
         shown: count_on_gpu(
             f"{here}:model", f"{here}:train", 
-            build_options={"name": name, "layers": layers, "low": variant == ALL_LOW},
-            run_options={"variant": variant, "window": window}, folder=HERE.parent,
+            build_options={"name": name, "layers": layers, "low": of.name == ALL_LOW},
+            run_options=asdict(of), folder=HERE.parent,
         )
-        for shown, (variant, window) in tqdm(GPU_VARIANTS.items(), desc=name)
+        for shown, of in tqdm(GPU_VARIANTS.items(), desc=name)
     }  # fmt: skip
 
 
@@ -265,7 +299,7 @@ def table_of_gpu(rows: Mapping[str, Breakdown]) -> str:
     """Return the counts of one model on a GPU; a variant is compared with autocast in windows of its length."""
     lines = []
     for name, found in rows.items():
-        base = rows[next(other for other, of in GPU_VARIANTS.items() if of == (AUTOCAST, GPU_VARIANTS[name][1]))]
+        base = rows[next(other for other, of in GPU_VARIANTS.items() if of == GPU_VARIANTS[name].base)]
         parts = (found.forward, found.backward, found.update)
         lines.append(
             (
@@ -275,7 +309,7 @@ def table_of_gpu(rows: Mapping[str, Breakdown]) -> str:
                 f"{found.total.cast_kernels} of {base.total.cast_kernels}",
                 " + ".join(f"{part.moved_bytes / 1e6:,.0f}" for part in parts),
                 f"{found.total.moved_bytes / base.total.moved_bytes:.3f}",
-                f"{found.total.saved_bytes / GPU_VARIANTS[name][1] / 2**20:,.0f}",
+                f"{found.total.saved_bytes / GPU_VARIANTS[name].window / 2**20:,.0f}",
                 f"{found.peak / 2**20:,.0f}",
                 f"{found.peak / base.peak:.3f}",
             )
@@ -292,7 +326,7 @@ def beside_measured(name: str, found: Breakdown) -> str:
     """Return a sentence on what a GPU ran of compiled autocast, beside the counts; "" where none has."""
     file = HERE / "gpu.json"
     sections = json.loads(file.read_text(encoding="utf-8"))["sections"].get("compiled", {}) if file.exists() else {}
-    rows = sections.get(f"{name}, {SUBJECTS[name].shown(BATCHES[name])}, BF16", [])
+    rows = sections.get(f"{name}, {MODELS[name].shown(BATCHES[name])}, BF16", [])
     row = next((row for row in rows if row["variant"] == AUTOCAST and "kernels" in row), None)
     if row is None:
         return ""
@@ -345,12 +379,13 @@ def to_markdown(found: dict[str, Any]) -> str:
             "\n## For a GPU\n\nWhat Inductor makes of whole steps on an H100, which is not there: it schedules them on "
             "torch's CPU build, and nothing runs (`fxamp.measure.fake_cuda`). Kernels, bytes and peak are those of a "
             "window, without what is held between windows; what is saved for backward is of one micro-batch. The rest "
-            "is the fused AdamW, sums of gradients, and casts of weights outside the graphs.\n"
+            "is the fused AdamW, sums of gradients, casts of weights outside the graphs, and the look for inf and NaN "
+            "in gradients, which autocast's loop does in FP16 alone.\n"
         )
     for name, of in (models or {}).items():
         rows = msgspec.convert(of["rows"], dict[str, Breakdown])
         text += (
-            f"\n### {name}, {SUBJECTS[name].shown(BATCHES[name])}\n\nCounted at commit {of['commit']}, with torch "
+            f"\n### {name}, {MODELS[name].shown(BATCHES[name])}\n\nCounted at commit {of['commit']}, with torch "
             f"{of['torch']}.\n{beside_measured(name, rows[AUTOCAST])}\n{table_of_gpu(rows)}\n"
         )
     return text

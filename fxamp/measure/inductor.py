@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch._dynamo.utils import counters
-from torch._inductor import custom_graph_pass, ir, scheduler
+from torch._inductor import custom_graph_pass, dependencies, ir, scheduler
 from torch._inductor.virtualized import V
 
 Kind: TypeAlias = Literal["forward", "backward", "inference"]
@@ -177,10 +177,27 @@ def _of_library(node: Any) -> int:
 def _moved(node: Any) -> int:
     """Return the bytes that a kernel loads and stores.
 
-    Of a kernel over a list of tensors, Inductor also counts what one tensor's part hands on in registers.
+    Of a kernel over a list of tensors, Inductor also counts what one tensor's part hands on in registers; and as read
+    what a kernel only overwrites, after others have read it.
     """
     parts = node.snodes if isinstance(node, scheduler.ForeachKernelSchedulerNode) else [node]
-    return sum(int(part.get_read_write_buffers_sizes()) for part in parts)
+    return sum(int(size) for part in parts for name, size in _accesses(part).items() if not _overwrites(part, name))
+
+
+def _accesses(node: Any) -> dict[str, int]:
+    found: dict[str, int] = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
+    return found
+
+
+def _overwrites(node: Any, buffer: str) -> bool:
+    """Say whether a node writes a buffer and loads nothing of it: it only has to run after those who wrote it."""
+    if node.is_extern() or not any(buffer in output.get_mutations() for output in node.get_outputs()):
+        return False
+    adds = any(getattr(dep, "mode", None) == "atomic_add" for dep in node.read_writes.writes)
+    # A load has an index; what else stands among the reads is what has to run before.
+    return not adds and not any(
+        isinstance(d, dependencies.MemoryDep) for d in node.read_writes.reads if d.name == buffer
+    )
 
 
 def _only_casts(node: Any) -> bool:

@@ -18,7 +18,6 @@ class Course:
 
     Attributes:
         windows: How many windows were finished.
-        steps: How many of them ended with a step.
         skipped: How many of them ended with a skipped step of an optimizer.
         skips_in_a_row: How many of the last ones did.
         switches: The policies that were set, each with the number of windows before it.
@@ -35,7 +34,8 @@ class Course:
             if type(count := state.get(name, 0)) is not int or count < 0:
                 raise PolicyError(f"the state has {count!r} where the number of its {name} should be")
         self.windows: int = state.get("windows", 0)
-        self.steps, self.skipped = Tally(state.get("steps", 0)), Tally(state.get("skipped", 0))
+        self._ended: int = state.get("steps", 0)
+        self._held_back, self.skipped = Tally(), Tally(state.get("skipped", 0))
         self.skips_in_a_row = Tally(state.get("skips_in_a_row", 0), in_a_row=True)
         self.switches: tuple[tuple[int, str], ...] = tuple((at, policy) for at, policy in state.get("switches", ()))
         plan = state.get("switched_plan")
@@ -45,13 +45,18 @@ class Course:
     @property
     def tallies(self) -> tuple[Tally, ...]:
         """All counts that may be on the device."""
-        return self.steps, self.skipped, self.skips_in_a_row
+        return self._held_back, self.skipped, self.skips_in_a_row
+
+    @property
+    def steps(self) -> int:
+        """How many windows ended with a step; that waits for the device."""
+        return self._ended - self._held_back.read()
 
     def state(self) -> dict[str, Any]:
         """Return it as plain values; that waits for the device."""
         return {
             "windows": self.windows,
-            "steps": self.steps.read(),
+            "steps": self.steps,
             "skipped": self.skipped.read(),
             "skips_in_a_row": self.skips_in_a_row.read(),
             "switches": [list(one) for one in self.switches],
@@ -76,9 +81,10 @@ class Course:
         """Note that optimizers begin to step."""
         self.torn = True
 
-    def count(self, stepped: bool | torch.Tensor, skipped: bool | torch.Tensor) -> Tally:
-        """Count a window in which an optimizer stepped, or was skipped; return how many skips there are in a row."""
-        self.steps.add(stepped)
+    def count(self, held_back: bool | torch.Tensor, skipped: bool | torch.Tensor) -> Tally:
+        """Count the end of a window: all optimizers were held back, or one was; return how many were, in a row."""
+        self._ended += 1
+        self._held_back.add(held_back)
         self.skipped.add(skipped)
         self.skips_in_a_row.add(skipped)
         return self.skips_in_a_row

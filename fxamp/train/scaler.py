@@ -103,13 +103,16 @@ class Tally:
         self._in_a_row, self.at_most = in_a_row, known
 
     def add(self, flag: bool | torch.Tensor) -> None:
-        """Count one more update, if the flag, of one element, is set or nonzero."""
+        """Count one more update if the flag is set: a bool, or a tensor of one element, which is 0 or 1."""
         before = self._count
         self.at_most += 1
-        if isinstance(flag, torch.Tensor):
-            one = (flag.view(()) != 0).to(torch.float32)
-            more = (before.to(one.device) if isinstance(before, torch.Tensor) else before) + one
-            self._count = more * one if self._in_a_row else more
+        if isinstance(flag, torch.Tensor):  # each op is a kernel of its own
+            one = flag.view(()).float()
+            if not isinstance(before, torch.Tensor):
+                self._count = one * (before + 1) if self._in_a_row else one + before
+            else:
+                before = before.to(one.device)
+                self._count = torch.addcmul(one, before, one) if self._in_a_row else before + one
         elif flag:
             self._count = before + 1
         elif self._in_a_row:

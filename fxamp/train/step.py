@@ -259,7 +259,7 @@ class TrainStep:
     @property
     def steps(self) -> int:
         """How many windows ended with a step of an optimizer. Reading it may wait for the device."""
-        return self.course.steps.read()
+        return self.course.steps
 
     @property
     def skipped(self) -> int:
@@ -774,13 +774,15 @@ class TrainStep:
         flags = [bool(held) if isinstance(held, HostFlag) else held for held in update.held_back.values()]
         if not flags:
             return None
-        known = [flag for flag in flags if isinstance(flag, bool)]
-        skipped: bool | Tensor = any(known)
-        stepped: bool | Tensor = not all(known)
-        if on_device := [flag.view(()) for flag in flags if isinstance(flag, Tensor)]:
-            together = torch.stack([flag.to(on_device[0].device) for flag in on_device]) != 0
-            skipped, stepped = skipped or together.any(), stepped or ~together.all()
-        in_a_row = self.course.count(stepped, skipped)
+        on_device = [flag.view(()) for flag in flags if isinstance(flag, Tensor)]
+        skipped: bool | Tensor = any(flag for flag in flags if isinstance(flag, bool))
+        held_back: bool | Tensor = all(flag for flag in flags if isinstance(flag, bool))
+        if on_device:
+            least = most = on_device[0]
+            if len(on_device) > 1:
+                least, most = torch.stack([flag.to(most.device) for flag in on_device]).aminmax()
+            skipped, held_back = skipped or most, held_back and least
+        in_a_row = self.course.count(held_back, skipped)
         scaler, limit = self.scaler, window.scaler.max_skips or self.max_skips
         if skipped is True and not scaler.is_enabled():
             self.loop.say(

@@ -33,6 +33,8 @@ from .._torch import (
     answer_whether_exporting,
     code_being_captured,
     forget_compiled,
+    forget_later,
+    forget_the_gone,
     global_module_hooks,
     is_gathered,
     is_replica_running,
@@ -236,21 +238,9 @@ def _none() -> None:
 
 def _let_go(codes: Iterable[types.CodeType], backend: Callable[..., Any], calls: Iterable[GraphCall]) -> None:
     """Let go of the graphs of a view that is gone; what Dynamo has of them is forgotten by `forget_the_gone`."""
-    _gone.append((codes, backend))
+    forget_later(codes, backend)
     for call in calls:
         call.release()
-
-
-# Views that are gone. Python's collector may run while Dynamo, in C, reads the very list that an entry would leave.
-_gone: list[tuple[Iterable[types.CodeType], Callable[..., Any]]] = []
-
-
-def forget_the_gone() -> None:
-    """Drop what Dynamo compiled for views that are gone; called where Dynamo looks nothing up."""
-    while _gone:
-        codes, backend = _gone.pop()
-        for code in codes:
-            forget_compiled(code, backend)
 
 
 def _tracing_settings(model: nn.Module, settings: Settings) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from passes.contract.reasons import Code
 from .._torch import (
     dispatch_modes,
     dynamo_errors,
+    forget_the_gone,
     ignores_compilers,
     is_spread,
     is_traced_by_fx,
@@ -55,7 +56,7 @@ from ..capture.outputs import is_whole, own_values, restored
 from ..capture.state import state_of
 from ..observe.watch import watching
 from .copies import Opened
-from .function import Function, forget_the_gone
+from .function import Function
 from .hooks import HookWatch
 from .settings import Settings
 from .twin import MODEL_OF_COPY

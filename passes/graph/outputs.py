@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from ..ops import ops
 from ..ops.rules import row_of
 from .aliases import Aliases, is_in_place, is_opaque, may_alias, may_write, mutated_operands, shared_operands
-from .grad import requires_grad
+from .grad import grad_modes, requires_grad
 from .values import dtypes_of, is_floating
 
 
@@ -21,7 +21,7 @@ class Outputs:
 
     def __init__(self, graph: Graph, values: Iterable[Node]) -> None:
         self._nodes: list[Node] = list(graph.nodes)
-        self._order = {n: i for i, n in enumerate(self._nodes)}
+        self._order, self._modes = {n: i for i, n in enumerate(self._nodes)}, grad_modes(graph)
         self.aliases, self._live, chosen = Aliases(graph), _live(graph), set(values)
         self._names: dict[Node, list[Node]] = defaultdict(list)
         for node in self._nodes:
@@ -46,8 +46,11 @@ class Outputs:
         return self._names[tensor_of(value)]
 
     def after_last_write(self, value: Node) -> Node:
-        """Return the node before which an output has its last value."""
-        return self._nodes[self._last_write(value) + 1]
+        """Return the node before which an output has its last value, behind a region of no_grad that wrote it."""
+        index = self._last_write(value) + 1
+        while self._modes[self._nodes[index - 1]][0] is False and self._nodes[index].op != "output":
+            index += 1
+        return self._nodes[index]
 
     def _is_read_by(self, user: Node, chosen: set[Node]) -> bool:
         """Say whether gradients of an output reach what is read through a user, other than by way of a view of it."""

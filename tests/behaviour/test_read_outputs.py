@@ -57,6 +57,14 @@ def deep(self: Any, x: Tensor) -> Any:
     return h, k, self.m(k * scale + h)
 
 
+def rescaled(self: Any, x: Tensor) -> Any:
+    h = self.l(x)
+    h.unsqueeze(0).mul_(0.5)
+    with torch.no_grad():
+        h /= 2
+    return h, self.m(h)
+
+
 def convolution() -> Layers:
     return Layers(class_activation, conv=nn.Conv2d(3, 8, 3, padding=1), head=nn.Linear(8, 4))
 
@@ -74,6 +82,7 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[], Tensor]]] = {
     "in place": (partial(Two, features_in_place), example),
     "views": (partial(Two, views), example),
     "deep": (partial(Two, deep), example),
+    "rescaled": (partial(Two, rescaled), example),
 }
 
 

@@ -58,6 +58,21 @@ def test_counts_are_what_inductor_counts_itself() -> None:
     assert total.kernels == sum(elements > 0 for _, elements in metrics.nodes_num_elem) > 8
 
 
+def test_what_is_only_overwritten_is_not_read() -> None:
+    def update(*tensors: Tensor) -> Tensor:
+        weights, low = tensors[:2], tensors[2:]
+        torch._foreach_mul_(weights, 2.0)
+        for weight, copy in zip(weights, low, strict=True):
+            copy.copy_(weight)
+        return low[0].add_(1)  # this one reads what it writes
+
+    size = 1000
+    weights = [torch.ones(size) for _ in range(2)]
+    _, graphs = compiled(update, *weights, *(torch.ones(size, dtype=torch.bfloat16) for _ in weights))
+    total = sum((graph.counts for graph in graphs), Counts())
+    assert total.moved_bytes == 2 * size * (4 + 4) + 2 * size * 2, "weights read and written, copies written"
+
+
 def test_counts_are_known_of_what_comes_out_of_a_cache() -> None:
     from torch._dynamo.utils import counters
 

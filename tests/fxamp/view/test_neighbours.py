@@ -31,7 +31,8 @@ class Broken(nn.Module):
 
 
 def compiled_entries() -> int:
-    return len(torch._dynamo.eval_frame._debug_get_cache_entry_list(Broken.forward.__code__))
+    entries = torch._dynamo.eval_frame._debug_get_cache_entry_list(Broken.forward.__code__)
+    return sum(entry.code is not None for entry in entries)
 
 
 def graphs_captured() -> int:
@@ -49,6 +50,25 @@ def test_a_view_that_is_gone_leaves_nothing_in_the_caches_of_its_class() -> None
         gc.collect()
         other(X)  # where Dynamo looks nothing up; Python's collector may run in the middle of its look-up
         assert compiled_entries() == 0
+
+
+def test_a_view_may_be_collected_while_torch_compiles_another_model_of_its_class() -> None:
+    torch._dynamo.reset()
+    views, other = [fxamp.convert(Broken(), (X,), policy=O1)], fxamp.convert(nn.Linear(6, 6), (X,), policy=O1)
+    views[0](X)
+
+    def backend(gm: Any, inputs: Any) -> Any:  # Dynamo goes on with what it knows of the code that it compiles
+        views.clear()
+        gc.collect()
+        other(X)
+        return gm.forward
+
+    model = Broken()
+    compiled = torch.compile(model, backend=backend)
+    assert torch.equal(compiled(X), model(X))
+    other(X)
+    assert compiled_entries() == 1, "torch.compile's"
+    assert torch.equal(compiled(X), model(X))
 
 
 def test_a_view_that_the_collector_finds_in_a_look_up_leaves_its_list_alone() -> None:
