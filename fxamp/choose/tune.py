@@ -26,7 +26,7 @@ from ..diagnose.step import AUTOCAST, Step, diagnostic, one_policy, step_of
 from ..error.derivatives import Derivatives, keys_of
 from ..error.measure import measured
 from ..error.report import Errors
-from ..errors import in_short
+from ..errors import NoLossError, in_short
 from ..measure.costs import Penalties
 from ..observe.workload import Loss
 from .metric import under_bound
@@ -180,6 +180,8 @@ class Search:
     def _refuse_failing(self, autocast: str) -> None:
         try:
             self._step.run(self._step.batches[0], autocast)
+        except NoLossError:
+            raise
         except Exception as error:  # whatever a model raises under dtypes that its author has not seen
             raise PolicyError(
                 f"{type(self._step.author).__name__} fails under torch.autocast ({in_short(error):.200}), which so "

@@ -46,7 +46,7 @@ class Processes:
                     process.terminate()
 
     def _one(self, target: Target, *, aloud: bool) -> dict[str, Any] | str:
-        command = [sys.executable, "-m", "fxamp", "check", "--here", *target.arguments(), *self.options]
+        command = [sys.executable, "-m", "fxamp", "check", "--here", "--quiet", *target.arguments(), *self.options]
         with tempfile.TemporaryDirectory() as own:  # a file, since a model may print at any time, even at exit
             file = Path(own, "outcome.json")
             shown = sys.stderr if aloud and _has_descriptor(sys.stderr) else subprocess.PIPE

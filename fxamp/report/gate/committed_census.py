@@ -43,6 +43,12 @@ class _File(msgspec.Struct):
     version: int
     name: str
     ran: list[_Row]
+    policy: str = ""
+
+    @property
+    def subject(self) -> str:
+        """What ran."""
+        return f"a view at {self.policy}" if self.policy else "a model that nobody converted"
 
 
 def against(file: Path, name: str, found: Census, update: bool) -> tuple[list[str], str]:
@@ -51,7 +57,8 @@ def against(file: Path, name: str, found: Census, update: bool) -> tuple[list[st
     With `update` the file is written where it is missing or differs; folders on its way are made.
 
     Raises:
-        FxampError: The file is missing, or holds no census that this fxamp can read.
+        FxampError: The file is missing, holds no census that this fxamp can read, or one of a view where this one is of
+            a model that nobody converted, or the reverse.
     """
     text = found.to_json()
     if not file.exists():
@@ -59,8 +66,14 @@ def against(file: Path, name: str, found: Census, update: bool) -> tuple[list[st
             raise FxampError(f"there is no census {name!r} yet: write it with --update, and commit it")
         said = []
     else:
-        before = _read(file.read_text(encoding="utf-8", errors="replace"), name)
-        said = list(differences(before, _read(text, name), name))
+        before, now = _read(file.read_text(encoding="utf-8", errors="replace"), name), _read(text, name)
+        if bool(before.policy) != bool(now.policy) and not update:
+            raise FxampError(
+                f"{name} is a census of {before.subject}, and what ran now is {now.subject}: the target's policy says "
+                'which it is, "autocast,dtype=bf16" under torch.autocast, "O1,dtype=bf16" a view; or write the census '
+                "anew with --update"
+            )
+        said = list(differences(before, now, name))
         if not update:
             return said, f"{len(said)} differences in what ran against {name}" if said else f"ran as in {name}"
     if said or not file.exists():

@@ -110,6 +110,8 @@ def test_the_reason_of_a_failed_target_is_its_own_error() -> None:
     assert "ValueError: my own error" in first
     assert first.startswith("fxamp: error: a: ")
     assert "b: its process ended with exit status 0" in second
+    done = command("check", "a")
+    assert [line for line in done.stderr.splitlines() if "my own error" in line] == [first], "said once"
 
 
 def test_a_target_that_changes_the_directory_moves_no_file(here: Path) -> None:

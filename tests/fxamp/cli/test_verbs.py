@@ -165,6 +165,25 @@ def test_a_census_of_a_model_that_nobody_converted_is_gated(said: Any, here: Pat
     said(*check)
 
 
+def test_a_census_under_autocast_is_not_compared_with_that_of_a_view(said: Any, capsys: Any) -> None:
+    said("census", "net.py:make", "--save", "own.json")
+    check = ("check", "--here", "net.py:make", "--census", "own.json")
+    assert main([*check, "--policy", "O1,dtype=bf16"]) == 2
+    text = capsys.readouterr().err
+    assert "own.json is a census of a model that nobody converted, and what ran now is a view at O1,dtype=bf16" in text
+    assert '"autocast,dtype=bf16" under torch.autocast' in text
+    said(*check, "--policy", "autocast,dtype=bf16")
+    said(*check, "--policy", "O1,dtype=bf16", "--update")
+    said(*check, "--policy", "O1,dtype=bf16")
+
+
+def test_a_loss_that_is_missing_is_no_fault_of_autocast(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "net.py:make"]) == 2
+    text = capsys.readouterr().err
+    assert "has no loss" in text
+    assert "fails under torch.autocast" not in text
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [

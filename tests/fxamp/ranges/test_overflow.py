@@ -469,7 +469,7 @@ class Tagger(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.cells((x * self.first.bias)[None])[0] if self.traced else self.outside(self.first(x))
 
-    @torch._dynamo.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def outside(self, x: Tensor) -> Tensor:
         out: Tensor = self.cells(x[None])[0]
         return out
