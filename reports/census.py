@@ -55,6 +55,7 @@ SEED = 33
 ARCHITECTURES, LIBRARIES, TAMPERED = 15, 20, 24
 POLICIES = ("O1,dtype=bf16", "O2,dtype=bf16")
 TO = torch.ops.aten.to.dtype
+CASTS = (TO, torch.Tensor.to)  # as they are planned, and as they are called
 DRAWS = 40  # nodes that are tried until one can be changed so that the graph still runs
 NONE_CAN = "no node can be changed so that the graph still runs"
 Loss = Callable[[Any], Tensor] | None
@@ -160,7 +161,7 @@ def _calls(graph: GraphModule) -> tuple[list[Node], ...]:
 
 def _casts(graph: GraphModule) -> tuple[list[Node], ...]:
     """Return the casts that can go, those to FP32 first: no product takes two dtypes, and few other kernels do."""
-    casts = [n for n in graph.graph.nodes if is_inserted(n) and n.target is TO and _readers(n)]
+    casts = [n for n in graph.graph.nodes if is_inserted(n) and n.target in CASTS and _readers(n)]
     up = [n for n in casts if n.args[1] is torch.float32]
     return up, [n for n in casts if not any(map(_is_product, _readers(n)))]
 

@@ -26,6 +26,7 @@ from reports import (
     advice,
     architectures,
     casts,
+    census,
     compiled_step,
     coverage,
     error,
@@ -302,6 +303,14 @@ def test_precision_reports_are_those_of_the_targets_and_without_source_lines(tmp
     assert not fxamp.diff(before, made)
     if made.torch_version == before.torch_version:
         assert (tmp_path / "gpt.md").read_text() == REPORTS.joinpath("precision", "gpt.md").read_text()
+
+
+@pytest.mark.parametrize("how", census.TAMPERS)
+def test_the_report_on_censuses_changes_a_graph_and_its_census_names_the_node(how: str) -> None:
+    found = census.work(f"tamper|zoo:lenet5|{how}")
+    assert found["untouched"] == 0
+    assert found["changed"]
+    assert found["named"]
 
 
 def test_the_printed_census_of_the_readme_is_what_its_example_prints() -> None:
