@@ -96,9 +96,13 @@ def test_bert_base_has_the_kernels_that_an_h200_ran() -> None:
     rows = json.loads((REPORTS / "gpu.json").read_text())["sections"]["compiled"]["BERT-base, 32 x 128, BF16"]
     measured = next(row for row in rows if row["variant"] == "torch.autocast")
     one, two = (
-        count("reports/compiled_step.py:model", "reports/compiled_step.py:train", build_options=sizes, run_options=how)
-        for sizes in ({"name": "BERT-base", "layers": 1}, {"name": "BERT-base", "layers": 2})
-        for how in ({"variant": "torch.autocast"},)
+        count(
+            "reports/compiled_step.py:model",
+            "reports/compiled_step.py:train",
+            build_options={"name": "BERT-base", "layers": layers},
+            run_options={"name": "torch.autocast"},
+        )
+        for layers in (1, 2)
     )
     kernels, casts = (
         getattr(two.total, key) + 10 * (getattr(two.total, key) - getattr(one.total, key))
