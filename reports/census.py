@@ -190,7 +190,7 @@ def _without_a_cast(graph: GraphModule, cast: Node) -> None:
 
 def _outside(graph: GraphModule, node: Node) -> None:
     """Compute one op in a function that is no op of the graph."""
-    call = node.target if node.op == "call_function" else operator.methodcaller
+    call: Any = node.target if node.op == "call_function" else operator.methodcaller
     with graph.graph.inserting_before(node):
         made = graph.graph.call_function(_by_hand, (call, *node.args), node.kwargs)
     node.replace_all_uses_with(made)
