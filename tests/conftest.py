@@ -12,6 +12,7 @@ import gc
 import getpass
 import logging
 import os
+import random
 import re
 import tempfile
 import zlib
@@ -83,6 +84,24 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
     gc.enable()
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """Draw the data of a file by the file alone, not by what was collected before it."""
+    if isinstance(collector, pytest.Module):
+        _seed(collector.nodeid)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Draw a test's data by the test alone, not by what its process has run before."""
+    _seed(item.nodeid)
+
+
+def _seed(name: str) -> None:
+    seed = zlib.crc32(name.encode())
+    random.seed(seed)
+    torch.manual_seed(seed)
 
 
 @pytest.fixture(scope="module", autouse=True)
