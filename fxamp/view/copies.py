@@ -509,5 +509,10 @@ def lifted_inputs(
 
 
 def cast(master: Tensor, dtype: torch.dtype, flagged: bool, grad: bool = True) -> Tensor:
-    """Cast a parameter for one read."""
-    return cast_weight(master, dtype) if flagged else master.to(dtype)
+    """Cast a parameter for one read; its gradient arrives at the parameter when it would from autocast's cast there.
+
+    What a graph lifts is cast where the graph begins, and would pass its gradient on behind all that the graph reads.
+    """
+    low = cast_weight(master, dtype) if flagged else master.to(dtype)
+    run_as_soon_as_ready(low)
+    return low
