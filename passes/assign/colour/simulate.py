@@ -84,10 +84,7 @@ class Simulation:
         self.device, self.low = self.target
         self.named = keys(self.graph.nodes) if self.policy.ops else {}
         self.stacks = module_types(self.graph) if self.policy.modules else {}
-        devices = {n: v.device.type for n in self.graph.nodes if isinstance(v := n.meta.get("val"), Tensor)}
-        here = any(device == self.device and not n.op.startswith("call") for n, device in devices.items())
-        # Values on another kind of device than the policy's, of which autocast casts none; none if planned ahead.
-        self.elsewhere = {n for n, device in devices.items() if here and device != self.device}
+        self.elsewhere = elsewhere(self.graph, self.device)
         self.restart()
 
     def restart(self) -> None:
@@ -190,3 +187,20 @@ class Simulation:
         for node in self.graph.nodes:
             readers.setdefault(what_it_reads(node), []).extend(node.users)
         return readers
+
+
+def elsewhere(graph: Graph, device: str) -> set[Node]:
+    """Return the values on another kind of device than the policy's, of which autocast casts none.
+
+    A graph that is planned ahead has all values on the device of this machine. There it is those on the CPU that its
+    model will leave there: what a call makes without saying on which device, and what is computed of nothing else.
+    """
+    devices = {n: v.device.type for n in graph.nodes if isinstance(v := n.meta.get("val"), Tensor)}
+    if any(each == device and not n.op.startswith("call") for n, each in devices.items()):
+        return {n for n, each in devices.items() if each != device}
+    apart = set[Node]()
+    for node in (n for n in devices if n.op.startswith("call") and device != "cpu"):
+        moved = any(isinstance(value, torch.device) for value in (*node.args, *node.kwargs.values()))
+        if ops.name(node) == "cpu" or not (moved or any(n not in apart for n in node.all_input_nodes if n in devices)):
+            apart.add(node)
+    return apart

@@ -243,6 +243,20 @@ def test_an_island_is_one_in_a_plan_for_an_absent_device(kind: str) -> None:
     assert any("reads is_cuda" in note for note in plan.notes)
 
 
+def test_what_forward_makes_on_the_cpu_is_planned_as_there_for_an_absent_device() -> None:
+    """As in DebertaV2: a scale that names no device stays on the CPU, where CUDA's autocast casts nothing."""
+
+    def forward(self: Any, x: Tensor) -> Any:
+        scale = torch.log(torch.tensor(8.0) * 2)
+        here = torch.log(torch.tensor(8.0, device=x.device) * 3)
+        back = torch.log(self.l(x).cpu().detach().mean())
+        return self.m(x * scale * here), torch.log(self.l(x).mean() + scale), back
+
+    plan = fxamp.plan(Two(forward), (X,), policy="O1,device=cuda,dtype=fp16")
+    reasons = [d.reason for d in plan.decisions if d.op == "log"]
+    assert ["autocast casts nothing on its device" in str(reason) for reason in reasons] == [True, False, True, False]
+
+
 READS: dict[str, Callable[[Tensor], Any]] = {
     "is_autocast_enabled": lambda h: torch.is_autocast_enabled(),
     "is_autocast_enabled of cuda": lambda h: torch.is_autocast_enabled("cuda"),
