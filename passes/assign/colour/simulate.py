@@ -201,6 +201,7 @@ def elsewhere(graph: Graph, device: str) -> set[Node]:
     apart = set[Node]()
     for node in (n for n in devices if n.op.startswith("call") and device != "cpu"):
         moved = any(isinstance(value, torch.device) for value in (*node.args, *node.kwargs.values()))
-        if ops.name(node) == "cpu" or not (moved or any(n not in apart for n in node.all_input_nodes if n in devices)):
+        stays = not moved and all(n in apart for n in node.all_input_nodes if n in devices)
+        if stays or "cpu" in (node.target, *node.args):
             apart.add(node)
     return apart
