@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from ..._torch import pytree
 from ...contract.policy import Policy, Target
 from ...contract.reasons import BODY, Code, Reason
 from ...form import Cast, Choice
@@ -198,10 +199,15 @@ def elsewhere(graph: Graph, device: str) -> set[Node]:
     devices = {n: v.device.type for n in graph.nodes if isinstance(v := n.meta.get("val"), Tensor)}
     if any(each == device and not n.op.startswith("call") for n, each in devices.items()):
         return {n for n, each in devices.items() if each != device}
-    apart = set[Node]()
-    for node in (n for n in devices if n.op.startswith("call") and device != "cpu"):
+    if device == "cpu":
+        return set()
+    apart = {n for n in graph.nodes if "val" in n.meta and not _has_tensors(n.meta["val"])}  # numbers are anywhere
+    for node in (n for n in graph.nodes if n.op.startswith("call")):
         moved = any(isinstance(value, torch.device) for value in (*node.args, *node.kwargs.values()))
-        stays = not moved and all(n in apart for n in node.all_input_nodes if n in devices)
-        if stays or "cpu" in (node.target, *node.args):
+        if "cpu" in (node.target, *node.args) or not (moved or set(node.all_input_nodes) - apart):
             apart.add(node)
-    return apart
+    return apart & devices.keys()
+
+
+def _has_tensors(value: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
