@@ -18,7 +18,7 @@ from ..view.switch import switch_back, switch_views
 from .course import Course
 from .options import choose_scaler, compile_anew, low_dtype_of
 from .scaler import require_scale
-from .window import close_window, open_window, parameters, window_of
+from .window import Window, close_window, open_window, parameters
 
 if TYPE_CHECKING:
     from .step import TrainStep
@@ -31,7 +31,7 @@ MAY_DIFFER = ("policy", "max_grad_norm", "accumulate_steps")  # where it is allo
 def state_of(step: TrainStep) -> dict[str, Any]:
     """Return the state of a step, of plain values and tensors."""
     step.course.refuse_torn()
-    window = step.opened or window_of(step)
+    window = step.opened or Window(step)
     return {
         **course_of(step),
         "model": step.model.state_dict(),
@@ -86,16 +86,9 @@ def course_of(step: TrainStep) -> dict[str, Any]:
 def load_course(
     step: TrainStep, state: Mapping[str, Any], optimizers: Sequence[dict[str, Any]], random: Sequence[Any]
 ) -> None:
-    """Load the state that `course_of` returned, and those of optimizers and random numbers, and close the window.
+    """Load the state that `course_of` returned, and close the window; if something does not fit, nothing changes.
 
-    Args:
-        step: The step.
-        state: The state.
-        optimizers: The states of its optimizers.
-        random: States of random numbers, of which the last holds; with none they stay as they are.
-
-    Raises:
-        PolicyError: Something in it does not fit. Nothing changed.
+    `optimizers` are the states of those, and `random` states of random numbers, of which the last holds.
     """
     course = Course(state)
     with _restored_on_error(step):
@@ -204,7 +197,7 @@ def _refuse_another_window(step: TrainStep, state: Mapping[str, Any]) -> None:
             'the state was saved within a window of on_overflow="skip_microbatch", which this version does not have: '
             "save it at the end of a window"
         )
-    window = window_of(step, state["given_scale"])
+    window = Window(step, state["given_scale"])
     window.load(state)
     _ = window.share  # which reads the weights
 

@@ -61,12 +61,10 @@ from .window import (
     Window,
     close_window,
     first_with_gradient,
-    has_gradients,
     loss_of,
     open_window,
     range_of,
     refuse_constant,
-    window_of,
 )
 
 
@@ -283,7 +281,6 @@ class TrainStep:
         return (*own, self.model, options.loss_fn, *options.optimizers, *options.schedulers, *options.averages)
 
     def __repr__(self) -> str:
-        """Name the model, and what a window is."""
         scaling = {"none": "no loss scaling", "static": "a static loss scale", "dynamic": "a dynamic loss scale"}
         several = "s" * (len(self.optimizers) > 1)
         window = f"windows of {self.accumulate_steps}, {len(self.optimizers)} optimizer{several}"
@@ -328,7 +325,7 @@ class TrainStep:
         self._check_scale(scale)
         try:
             window = self._begin(scale)
-            with self._watched(), window.micro_batch():
+            with _UNWATCHED if self.census is None else self.census.watches(self, _CALL), window.micro_batch():
                 with range_of("forward"):
                     if self.compiled is None:
                         loss, output = loss_of(self.model, self.loss_fn, inputs, target)
@@ -349,10 +346,6 @@ class TrainStep:
         self._compare_ranks()
         self.loop.before_micro_batch(window.position)
         return window
-
-    def _watched(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which a micro-batch is watched, if that was asked for and there are new graphs."""
-        return contextlib.nullcontext() if self.census is None else self.census.watches(self, _CALL)
 
     @contextlib.contextmanager
     def window(self, scale: float | None = None) -> Iterator[Window]:
@@ -459,7 +452,7 @@ class TrainStep:
             self._refuse_unreduced(self.opened)
         total = self.ranks.seen(self.position)
         if not total:
-            return self._result(self.opened or window_of(self), Update({}))
+            return self._result(self.opened or Window(self), Update({}))
         try:
             window = open_window(self)
             return self._finish(window, None, self._seen(window, total))
@@ -671,7 +664,7 @@ class TrainStep:
         if pending:
             self.scaler.load_state_dict(dict(pending))
         if window.given_scale is None:
-            window.scaled_by(self.scaler)
+            window.scaler = self.scaler
 
     def _seen(self, window: Window, total: int | None = None) -> int:
         """Return the micro-batches of all ranks, for a window whose gradients were not exchanged in backward."""
@@ -700,7 +693,8 @@ class TrainStep:
         if not self.closes:
             mean = window.average(self.optimizers, in_backward=not early)
         others = self.closes and early and bool(self.ranks.replicas)
-        has = self.compiled.update.has_gradients if self.compiled is not None else has_gradients
+        update_of = self.compiled.update if self.compiled is not None else None
+        has = update_of.has_gradients if update_of is not None else lambda o: first_with_gradient([o]) is not None
         live = [o for o in self.optimizers if others or has(o)]
         if not live:
             return Update({}), mean
@@ -719,9 +713,8 @@ class TrainStep:
                 followed=bool(self.schedulers or self.averages), check_finite=self.check_finite,
                 begins=self.course.tears,
             )  # fmt: skip
-            update = (
-                take_step(end) if self.compiled is None else self.compiled.update(end, self.compiled.loss.kernels.ran)
-            )
+            ran = self.compiled is not None and self.compiled.loss.kernels.ran
+            update = take_step(end) if update_of is None else update_of(end, ran)
         return update._replace(held_back=self._follow(update)), mean
 
     def _run_again(
@@ -813,4 +806,4 @@ class TrainStep:
         )
 
 
-_CALL = TrainStep.__call__.__code__
+_CALL, _UNWATCHED = TrainStep.__call__.__code__, contextlib.nullcontext()

@@ -43,36 +43,22 @@ class Update(NamedTuple):
 
 
 class AtEnd(NamedTuple):
-    """What the end of a window needs.
-
-    Attributes:
-        optimizers: Those that have gradients, with the scaler's scale in them.
-        max_grad_norm: The norm to which all gradients together are clipped; None neither clips nor measures.
-        nothing_kept: A flag on the device, nonzero if every weight of a micro-batch was 0.
-        on_gradients: Called with the parameters, once their gradients are unscaled.
-        followed: Whether the host will ask which steps were taken: the answers are sent there before the steps.
-        check_finite: Whether gradients that are not finite hold an optimizer back without loss scaling and clipping.
-        begins: Called when nothing but the steps themselves is left to do.
-    """
+    """What the end of a window needs; options are those of the step."""
 
     scaler: LossScaler
-    optimizers: Sequence[Optimizer]
+    optimizers: Sequence[Optimizer]  # those that have gradients, with the scaler's scale in them
     max_grad_norm: float | None
     ranks: Ranks
-    nothing_kept: Tensor | None = None
-    on_gradients: Callable[[list[Tensor]], Any] | None = None
-    followed: bool = False
-    check_finite: bool = True
-    begins: Callable[[], object] = lambda: None
+    nothing_kept: Tensor | None  # a flag on the device, nonzero if every weight of a micro-batch was 0
+    on_gradients: Callable[[list[Tensor]], Any] | None
+    followed: bool  # the host will ask which steps were taken: the answers are sent there before the steps
+    check_finite: bool
+    begins: Callable[[], object]  # called when nothing but the steps themselves is left to do
 
 
 def take_step(end: AtEnd) -> Update:
-    """Let optimizers step, and update the scale.
-
-    With `max_grad_norm`, one gradient that is not finite holds every optimizer back: there is no norm to clip to.
-    """
-    scaler, ranks, followed = end.scaler, end.ranks, end.followed
-    grad_norm = None
+    """Let optimizers step, and update the scale."""
+    scaler, ranks, followed, grad_norm = end.scaler, end.ranks, end.followed, None
     founds: list[bool | Tensor | None] = [end.nothing_kept] * len(end.optimizers)
     if end.max_grad_norm is not None or end.on_gradients is not None or ranks.decide_apart:
         for optimizer in end.optimizers:
@@ -80,7 +66,7 @@ def take_step(end: AtEnd) -> Update:
         ranks.agree(found_infs_of(scaler, end.optimizers))
     if end.on_gradients is not None:
         end.on_gradients(live(end.optimizers))
-    if end.max_grad_norm is not None:
+    if end.max_grad_norm is not None:  # one gradient that is not finite holds every optimizer back
         grad_norm = total_norm(gradients(end.optimizers))
         if scaler.is_enabled():
             # The scaler looked at gradients before they could be changed.
@@ -162,7 +148,7 @@ def has_state(optimizer: Optimizer, stepped: Sequence[Tensor] | None = None) -> 
 
 
 def _begins_undefined(optimizer: Optimizer) -> bool:
-    """Say whether a first step that is skipped on the device leaves a state that nobody wrote: SGD's momentum."""
+    # A first step that is skipped on the device leaves a state that nobody wrote: SGD's momentum.
     return is_fused(optimizer) and isinstance(optimizer, SGD) and not has_state(optimizer)
 
 
@@ -207,10 +193,7 @@ def _step_scaled(scaler: LossScaler, optimizer: Optimizer, followed: bool) -> He
 
 
 def step_where_finite(optimizer: Optimizer, found_inf: bool | Tensor) -> bool | Tensor:
-    """Step an optimizer whose gradients are unscaled, unless one is not finite: a bool, or a flag of one element.
-
-    Return whether it was held back; the flag itself if it was not read.
-    """
+    """Step an optimizer unless an unscaled gradient is not finite; return whether, or the flag itself if not read."""
     if isinstance(found_inf, Tensor):
         if is_fused(optimizer) and not _begins_undefined(optimizer):
             optimizer.found_inf = found_inf  # type: ignore[attr-defined]
@@ -256,11 +239,11 @@ def step_by_closure(
 ) -> bool:  # fmt: skip
     """Let an optimizer step that evaluates the loss itself; return whether it was held back.
 
-    With loss scaling, a gradient that is not finite takes back the whole step, whichever evaluation it comes from.
-    Without, only the first evaluation is looked at, if `check_finite`, when there is nothing to take back yet.
     `run` runs the window's micro-batches forward and backward, from gradients of None, and returns their unscaled loss.
     `begins` is called after the first evaluation, when weights begin to change.
     """
+    # With loss scaling, a gradient that is not finite takes back the whole step, whichever evaluation it comes from.
+    # Without, only the first evaluation is looked at, when there is nothing to take back yet.
     undoes, evaluated = scaler.is_enabled(), False
     before = [p.detach().clone() for p in parameters(optimizer)] if undoes else []
     state = copy.deepcopy(optimizer.state_dict()) if undoes else {}
@@ -298,5 +281,5 @@ def step_by_closure(
     return held_back
 
 
-class _NotFinite(Exception):  # noqa: N818 - no error: nobody but `step_by_closure` sees it
-    """Raised to abort a step when a gradient is not finite."""
+class _NotFinite(Exception):  # noqa: N818 - no error: it aborts a step, and nobody but `step_by_closure` sees it
+    pass
