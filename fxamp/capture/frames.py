@@ -73,32 +73,26 @@ def forward_of(kind: type[nn.Module]) -> Any:
 
 
 class Frames:
-    """A compiled function, and what became of the frames that its calls reached.
-
-    Attributes:
-        call: the function, compiled.
-        refused: the codes that are left to Python, each with its place and the cause; "" for one that computes nothing.
-        alone: the dtypes of the function's outputs in a trace without autocast, by which nothing runs; None if it was
-            not asked for, fails, or ends at a break, which `unknown` says.
-        outside: the codes behind breaks at which Python computes something, each with the place of the break.
-        news: what of `outside` no call has said yet.
-        fixes_sizes: some code is traced with fixed sizes alone, so no size of the inputs is to be a symbol.
-    """
+    """A compiled function, `call`, and what became of the frames that its calls reached."""
 
     def __init__(
         self, function: Callable[..., Any], backend: Callable[..., Any], model: nn.Module,
         settings: Callable[[], dict[str, Any]], *, asks: Callable[[], bool] = lambda: False,
         dynamic: bool | None = None, fullgraph: bool = False,
     ) -> None:  # fmt: skip
+        # The dtypes of the outputs in a trace without autocast, by which nothing runs, where that was asked for; None
+        # where it fails, or ends at a break, which `unknown` says.
         self.alone: list[torch.dtype | None] | None = None
         self.unknown = ""
         self._asks, self._asking = asks, False
-        self.refused: dict[CodeType, str] = {}
-        self.outside: dict[CodeType, str] = {}
-        self.news: list[str] = []
+        self.refused: dict[
+            CodeType, str
+        ] = {}  # what is left to Python, with place and cause; "" if it computes nothing
+        self.outside: dict[CodeType, str] = {}  # behind breaks at which Python computes something, with the places
+        self.news: list[str] = []  # what of `outside` no call has said yet
         self._code: Any = getattr(function, "__code__", None)
         self._model, self._settings, self._fullgraph, self._dynamic = model, settings, fullgraph, dynamic
-        self.fixes_sizes = False
+        self.fixes_sizes = False  # some code is traced with fixed sizes alone: no size of inputs is to be a symbol
         self._graphs: Counter[CodeType] = Counter()
         self._failing: set[CodeType] = set()  # refused since an op failed, which other inputs may mend
         for code in _codes_of(model):  # another compilation may have left it to Python, which C code does unasked then

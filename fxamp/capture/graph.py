@@ -38,45 +38,30 @@ from .state import TRAINED, State
 
 _OF_OBJECT = re.compile(r"^G\[|[\])]\.")
 _ATOM = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.([A-Za-z]\w*)")  # skips `_modules` and `_parameters`
+# An "attribute" is a tensor that the model holds otherwise; what crossed a graph break is an "argument" too; and of a
+# "number" Dynamo made a tensor.
 Kind = Literal["parameter", "buffer", "attribute", "argument", "size", "number"]
 
 
 @dataclass(frozen=True)
 class Input:
-    """One input of a graph.
-
-    Attributes:
-        kind: a "parameter" or "buffer" of the model; an "attribute": another tensor that it holds; an "argument", or
-            what crossed a graph break; a "size"; or a "number" that Dynamo made a tensor of.
-        path: of what the model holds: from the compiled module, else from the one whose code was captured.
-        value: a number of the model.
-        parameter: the identity of the parameter, of which torch refuses to swap one with a weak reference to it; None
-            where torch has put a stand-in there.
-    """
+    """One input of a graph."""
 
     kind: Kind
-    path: str = ""
-    value: Tensor | None = None
-    parameter: int | None = None
+    path: str = ""  # of what the model holds: from the compiled module, else from the one whose code was captured
+    value: Tensor | None = None  # a number of the model
+    parameter: int | None = None  # its identity, since torch swaps none with a weak reference; None for a stand-in
 
 
 @dataclass(frozen=True)
 class Described:
-    """A captured graph as the compiler takes it, before any pass: plans under other costs are made of it.
+    """A captured graph as the compiler takes it, before any pass: plans under other costs are made of it."""
 
-    Attributes:
-        graph: a copy, which no pass changes.
-        policy: with dtype and device filled in.
-        origins: of each node, and of those of the graphs inside, in order.
-        notes: what capture has to say, for the plan.
-        under_autocast: the graph is called under autocast.
-    """
-
-    graph: GraphModule
-    policy: Policy
-    origins: tuple[Origin, ...]
-    notes: tuple[str, ...]
-    under_autocast: bool
+    graph: GraphModule  # a copy, which no pass changes
+    policy: Policy  # with dtype and device filled in
+    origins: tuple[Origin, ...]  # of each node, and of those of the graphs inside, in order
+    notes: tuple[str, ...]  # what capture has to say, for the plan
+    under_autocast: bool  # the graph is called so
 
     @staticmethod
     def of(
@@ -97,39 +82,22 @@ class Described:
 
 @dataclass(frozen=True)
 class Graph:
-    """One graph.
+    """One graph."""
 
-    Attributes:
-        emitted: as the compiler emitted it; a copy, since inner backends change their graphs.
-        plan: what was decided, with module paths from the compiled module if that is known.
-        captured: as Dynamo captured it.
-        described: as the compiler took it.
-        inputs: what each input is.
-        state: what the model was in; that of training where something other than a module was compiled.
-        broke: where and why Dynamo ended the graph early, "" where it did not.
-        autocast: it was captured under autocast.
-        read: the places of the outputs from which others are computed.
-        own: the places of the outputs that are low, and whether they are low without autocast too.
-        number: its place among the graphs of its model, in the order of capture.
-        seconds: how long the inner backend took.
-        kept: what its compiler keeps for backward; None if it runs as it was emitted.
-        written: the places of the parameters that it writes, where it is one of several graphs of a call.
-    """
-
-    emitted: GraphModule
-    plan: Plan
-    captured: GraphModule
-    described: Described | None = None
+    emitted: GraphModule  # as the compiler emitted it; a copy, since inner backends change their graphs
+    plan: Plan  # with module paths from the compiled module if that is known
+    captured: GraphModule  # as Dynamo captured it
+    described: Described | None = None  # as the compiler took it
     inputs: tuple[Input, ...] = ()
-    state: State = TRAINED
-    broke: str = ""
-    autocast: bool = False
-    read: tuple[int, ...] = ()
-    own: Mapping[int, bool] = field(default_factory=dict)
-    number: int = 0
-    seconds: float = 0.0
-    kept: Any = None
-    written: tuple[int, ...] = ()
+    state: State = TRAINED  # what the model was in; this one where something other than a module was compiled
+    broke: str = ""  # where and why Dynamo ended the graph early
+    autocast: bool = False  # it was captured under autocast
+    read: tuple[int, ...] = ()  # the places of the outputs from which others are computed
+    own: Mapping[int, bool] = field(default_factory=dict)  # places of low outputs: are they low without autocast too?
+    number: int = 0  # its place among the graphs of its model, in the order of capture
+    seconds: float = 0.0  # that the inner backend took
+    kept: Any = None  # what its compiler keeps for backward; None if it runs as it was emitted
+    written: tuple[int, ...] = ()  # the places of the parameters that it writes, where it is one of several of a call
 
     def decided(self, policy: Policy | None, costs: CostModel | None) -> tuple[GraphModule, Plan]:
         """Return the graph and the plan of another policy, of the same dtype and device, under other costs."""

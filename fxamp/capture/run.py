@@ -51,17 +51,9 @@ class Captured(BaseException):
 class GraphCall:
     """A graph that can be called, as Dynamo calls it.
 
-    Args:
-        graph: what is known of it.
-        gm: the module that was compiled.
-        run: what the compiler has made of it.
-        compile: compiles it once more, with further options and for given inputs.
-        inputs: the inputs that it was compiled for.
-        device: the kind of device whose autocast is off while it runs.
-        graphs: the store of its view; None for a model that is compiled in place, where each call finds it.
-        model: the view's.
-        whole: it has all of a call of the view.
-        more: gives further inputs, from the inputs of a call.
+    The compiler made `run` of `gm`, for `inputs`, and `compile` has it do so once more, with further options. The store
+    of its view is `graphs`; for a model that is compiled in place each call finds it. A graph that is `whole` has all
+    of a call of the view; `more` gives further inputs, from the inputs of a call.
     """
 
     __slots__ = (
@@ -79,7 +71,8 @@ class GraphCall:
         self._device, self._graphs, self._model, self._whole, self._more = device, graphs, model, whole, more
         self._first = next(iter(graph.places), -1)
         first = inputs[self._first] if graph.places else None
-        self._last = -1 if first is None or _on_twin() else id(first)  # torch swaps no tensor with a weak reference
+        twin = (call := current()) is not None and call.on_twin
+        self._last = -1 if first is None or twin else id(first)  # torch swaps no tensor with a weak reference
         self._seen = {self._last}
         self._parts = {
             i: v.dtype
@@ -149,7 +142,8 @@ class GraphCall:
         if self._more is not None and is_run_instead():
             gm = self.graph.emitted  # what runs instead sees casts of weights, and is not given them
         elif self._more is not None:
-            given = *args, *self._further(args)
+            with _NO_MODES if (watch := watching()) is None else watch.of_copies():
+                given = *args, *self._more(args)
         try:
             outputs = observed(self.graph, gm, self._by, self._run, given, self._compile)
         except Exception as e:
@@ -160,12 +154,6 @@ class GraphCall:
         if self.graph.kept is not None:
             self.graph.kept(args, outputs)
         return outputs
-
-    def _further(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        assert self._more is not None
-        watch = watching()
-        with _NO_MODES if watch is None else watch.of_copies():
-            return tuple(self._more(args))
 
     def _as_captured(self, args: tuple[Any, ...]) -> Any:
         """Run what was captured, as the model runs, without autocast's cache."""
@@ -202,11 +190,9 @@ class GraphCall:
             found = scope()
             names = found.names if found is not None else {}
             if self._graphs is None or id(first) in names:  # else as `functional_call` swaps them
-                moved = self.graph.at(args, names)
                 graphs = compiled_in_place(args, found) if self._graphs is None else self._graphs
-                kept = graphs.rebind(moved)
-                if kept.number == self.graph.number:
-                    self.graph = kept
+                kept = graphs.rebind(self.graph.at(args, names))
+                self.graph = kept if kept.number == self.graph.number else self.graph
         self._last = id(first)
         self._seen.add(self._last)
 
@@ -225,12 +211,6 @@ class GraphCall:
                 call.read[id(value)] = value
         for i, low in own:
             call.own[id(outputs[i])] = outputs[i], low
-
-
-def _on_twin() -> bool:
-    """Say whether the call under way is one of a copy of a view's model."""
-    call = current()
-    return call is not None and call.on_twin
 
 
 def _read_inputs(graph: Graph, inputs: Sequence[Any]) -> tuple[int, ...]:
@@ -328,16 +308,11 @@ class UnderflowWatch:
 
 
 class Kept:
-    """Measures once what one compiled graph keeps for backward, where a partitioner decides what is recomputed.
-
-    Attributes:
-        by: the name of the compiler.
-        bytes: size of the storages that it kept, parameters excluded; None if no call with gradients was seen.
-    """
+    """Measures once what one compiled graph keeps for backward, where a partitioner decides what is recomputed."""
 
     def __init__(self, by: object) -> None:
-        self.by = by if isinstance(by, str) else str(getattr(by, "__name__", type(by).__name__))
-        self.bytes: int | None = None
+        self.by = by if isinstance(by, str) else str(getattr(by, "__name__", type(by).__name__))  # the compiler's name
+        self.bytes: int | None = None  # of storages, parameters excluded; None if no call with gradients was seen
         self._done = False
 
     def __call__(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:

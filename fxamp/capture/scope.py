@@ -24,23 +24,14 @@ from .call import current
 
 @dataclass(frozen=True)
 class Scope:
-    """The module that was compiled, and the one in it whose forward is being captured.
+    """The module that was compiled, and the one in it whose forward is being captured."""
 
-    Attributes:
-        root: the compiled module.
-        modules: paths in it, by identity as Dynamo writes it.
-        names: paths of parameters, buffers and tensors in plain attributes, by identity.
-        inside: the modules around the code being captured: path and type, from the root to the innermost.
-        given: the leaves of the inputs of the compiled module.
-        called: what was called: the root, or what torch.compile has wrapped it in; None of a view.
-    """
-
-    root: nn.Module
-    modules: dict[str, str]
-    names: dict[int, str]
-    inside: tuple[tuple[str, type], ...]
-    given: tuple[Any, ...] = ()
-    called: nn.Module | None = None
+    root: nn.Module  # that was compiled
+    modules: dict[str, str]  # paths in it, by identity as Dynamo writes it
+    names: dict[int, str]  # paths of parameters, buffers and tensors in plain attributes, by identity
+    inside: tuple[tuple[str, type], ...]  # the modules around the code: path and type, from the root to the innermost
+    given: tuple[Any, ...] = ()  # the leaves of the inputs of the root
+    called: nn.Module | None = None  # the root, or what torch.compile has wrapped it in; None of a view
 
     def stack(self, node: Node) -> dict[str, tuple[str, Any]]:
         """Return the modules that a node was made in, in the form of `nn_module_stack`."""

@@ -41,16 +41,12 @@ Gradients = dict[str, Tensor | Sketch | None]
 
 @dataclass(frozen=True)
 class _Run:
-    """What is kept of one run: output leaves, buffers, and gradients, None where they are not compared.
+    """What is kept of one run: of a large tensor a sketch, so that the next run has the memory to itself."""
 
-    Of a large tensor this is a sketch, so the next run has the memory of one forward and backward to itself. `read`
-    has the pairs of outputs of which autograd knows that the second was computed from the first.
-    """
-
-    outputs: list[Any]
+    outputs: list[Any]  # leaves
     buffers: dict[str, Tensor]
-    gradients: Gradients | None
-    read: frozenset[tuple[int, int]] = frozenset()
+    gradients: Gradients | None  # None where they are not compared
+    read: frozenset[tuple[int, int]]  # the pairs of outputs of which the second was computed from the first
 
 
 def check_capture(runner: Runner, run: Callable[..., _Run], check: bool | str) -> None:
