@@ -35,22 +35,16 @@ Compiled = Literal["compiled"]
 
 
 class CompiledUpdate:
-    """Steps optimizers with compiled code.
+    """Steps optimizers with compiled code, which reads gradients of low copies of weights, its leaves, and writes them.
 
-    Args:
-        settings: The compiler.
-        leaves: The low copies of weights, whose gradients it reads and which it writes.
-        asked: Whether "compiled" was asked for, of fused optimizers too.
-
-    Attributes:
-        eager: Why the last window ran uncompiled, "" if it did not.
+    With "compiled" `asked` for, it steps fused optimizers too.
     """
 
     def __init__(self, settings: CompileSettings, leaves: Leaves, asked: Compiled | None = None) -> None:
         if settings.backend == "inductor":  # whose scheduler fails on some foreach kernels that it reorders for a GPU
             settings = replace(settings, options={"loop_ordering_after_fusion": False, **settings.options})
         self.region, self.asked = Traced("unscale, clip and step", settings), asked
-        self.eager = ""
+        self.eager = ""  # why the last window ran uncompiled
         self._leaves = leaves
         self._rates: dict[tuple[int, int], tuple[Any, Tensor]] = {}  # by optimizer and group: a number, and its tensor
         self._constants: list[dict[str, Any]] = []  # the numbers of each group that are constants of the graph
@@ -75,7 +69,7 @@ class CompiledUpdate:
         if name := self._changing(end.optimizers):
             region.fallbacks.append(f"'{name}' changes from step to step, so that every step would compile again")
             return region.fallbacks[-1]
-        return "" if all(has_state(o, self._stepped(o)) for o in end.optimizers) else _NO_STATE
+        return "" if all(has_state(o, self.stepped(o)) for o in end.optimizers) else _NO_STATE
 
     def _changing(self, optimizers: Sequence[Optimizer]) -> str:
         """Return which number that is a constant of the graph has changed for the second time, "" where none has."""
@@ -88,11 +82,8 @@ class CompiledUpdate:
         self._changes += bool(changed)
         return changed[0] if changed and self._changes > 1 else ""
 
-    def has_gradients(self, optimizer: Optimizer) -> bool:
-        """Say whether a weight of an optimizer has a gradient, or a low copy of it."""
-        return bool(self._stepped(optimizer))
-
-    def _stepped(self, optimizer: Optimizer) -> list[Tensor]:
+    def stepped(self, optimizer: Optimizer) -> list[Tensor]:
+        """Return the weights of an optimizer that have gradients, or whose low copies have."""
         params = parameters(optimizer)
         low = self._leaves.of_masters(params)
         return [
@@ -101,23 +92,22 @@ class CompiledUpdate:
         ]  # fmt: skip
 
     def __call__(self, end: AtEnd, ran: bool) -> Update:
-        """Let optimizers step, and update the scale: uncompiled, as `take_step` does, where `eager` then says why.
-
-        `ran` says whether the last micro-batch ran compiled.
-        """
+        """Let optimizers step, and update the scale; uncompiled for a reason, such as that no graph `ran` before."""
         self.eager = self._why_not(end, ran)
         if self.eager:
-            return self._as_it_is(end)
+            self._leaves.arrive()
+            return take_step(end)
         if end.max_grad_norm is not None:
             self._leaves.arrive(where_both=True)  # the norm is that of sums
-        work = [_Work.of(o, self._stepped(o), self._leaves) for o in end.optimizers]
+        work = [_Work.of(o, self.stepped(o), self._leaves) for o in end.optimizers]
         founds, norm, factors = _look(end, work)
         stepping = [(each, found) for each, found in zip(work, founds, strict=True) if found is not True]
         try:
             steps = [self._step(i, each, factors, found) for i, (each, found) in enumerate(stepping)]
         except NotTraced as reason:
             self.eager = str(reason)
-            return self._as_it_is(end)
+            self._leaves.arrive()
+            return take_step(end)
         end.begins()
         for step, (each, _) in zip(steps, stepping, strict=True):
             step()
@@ -132,10 +122,6 @@ class CompiledUpdate:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # which a scheduler asks for
         update_scale(end.scaler)
         return Update(held_back, norm)
-
-    def _as_it_is(self, end: AtEnd) -> Update:
-        self._leaves.arrive()
-        return take_step(end)
 
     def add(self, to: list[Tensor], gradients: list[Tensor]) -> None:
         """Add gradients of 16 bits to others, in one kernel where the backend makes kernels."""
@@ -198,22 +184,16 @@ class _Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class _Work:
-    """The step of one optimizer: the weights that have gradients, with these.
-
-    Attributes:
-        full: The gradients at the weights; `low`, those of their low copies.
-        has_full: Which weights have the first; `lows`, how many of the second each has.
-        copies: The low copies of these weights, of which each has `copied`.
-    """
+    """The step of one optimizer: the weights that have gradients, with these."""
 
     optimizer: Optimizer
     params: list[Tensor]
-    full: list[Tensor]
-    low: list[Tensor]
-    copies: list[Tensor]
-    has_full: tuple[bool, ...]
-    lows: tuple[int, ...]
-    copied: tuple[int, ...]
+    full: list[Tensor]  # the gradients at the weights
+    low: list[Tensor]  # those of their low copies
+    copies: list[Tensor]  # the low copies of these weights
+    has_full: tuple[bool, ...]  # which weights have a gradient of their own,
+    lows: tuple[int, ...]  # how many each has of low copies,
+    copied: tuple[int, ...]  # and how many of these
 
     @classmethod
     def of(cls, optimizer: Optimizer, params: list[Tensor], leaves: Leaves) -> _Work:
@@ -224,11 +204,6 @@ class _Work:
             [copy for each in copies for copy in each], tuple(p.grad is not None for p in params),
             tuple(map(len, low)), tuple(map(len, copies)),
         )  # fmt: skip
-
-    @property
-    def gradients(self) -> list[Tensor]:
-        """All of them."""
-        return self.full + self.low
 
     @property
     def form(self) -> tuple[Any, ...]:
@@ -357,14 +332,14 @@ def _look(end: AtEnd, work: Sequence[_Work]) -> tuple[list[bool | Tensor | None]
     factors, norm = [] if inverse is None else [inverse], None
     founds: list[Any] = [None] * len(work)
     if end.max_grad_norm is not None:
-        gradients = [g for each in work for g in each.gradients]
+        gradients = [g for each in work for g in (*each.full, *each.low)]
         founds = [holds_inf_or_nan(gradients)] * len(work)
         norm = total_norm(gradients)
         norm = norm if inverse is None else norm * inverse.to(norm.device)
         if (factor := clip_factor(end.max_grad_norm, norm)) is not None:
             factors.append(factor)
     elif inverse is not None or end.check_finite:
-        founds = [holds_inf_or_nan(each.gradients) for each in work]
+        founds = [holds_inf_or_nan(each.full + each.low) for each in work]
     if (nothing := end.nothing_kept) is not None:
         founds = [nothing if found is None else torch.maximum(found, nothing.to(found)) for found in founds]
     return [bool(f) if isinstance(f, Tensor) and f.device.type == "cpu" else f for f in founds], norm, factors

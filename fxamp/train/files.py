@@ -62,15 +62,10 @@ def weights_in(path: str | os.PathLike[str], *, sharded: bool) -> Any:
 
 
 def weights(file: IO[bytes], *, sharded: bool = False) -> Any:
-    """Return what `torch.save` wrote, of tensors and plain values; ValueError: there is something else.
-
-    Args:
-        file: The file, open.
-        sharded: Whether tensors may be DTensors. Torch allows their classes by itself, and one of them starts a process
-            group when a file calls it.
-    """
+    """Return what `torch.save` wrote, of tensors and plain values; ValueError: there is something else."""
     try:
         _refuse_growth(file)
+        # Torch allows the classes of DTensors by itself, and one of them starts a process group when a file calls it.
         distributed = "" if sharded else _distributed_name(file)
         # Said here, it holds also where the environment asks torch for loads that run code.
         found = None if distributed else torch.load(file, map_location="cpu", weights_only=True, mmap=False)
@@ -108,7 +103,6 @@ def _refuse_growth(file: IO[bytes]) -> None:
 
 
 def _distributed_name(file: IO[bytes]) -> str:
-    """Return the first name of `torch.distributed` in an archive, "" if there is none."""
     opcodes = pickletools.genops(ArchiveReader(file).get_record("data.pkl"))
     file.seek(0)
     names = (str(argument).replace(" ", ".") for opcode, argument, _ in opcodes if opcode.name == "GLOBAL")

@@ -136,7 +136,6 @@ def load_checkpoint(
 
 
 def _saved(known: Mapping[str, Any], name: str) -> TensorStorageMetadata:
-    """Return what is known of a tensor of the checkpoint."""
     found = known.get(name)
     if not isinstance(found, TensorStorageMetadata):
         raise PolicyError(f"the checkpoint is that of another model: it differs at '{name.partition('.')[2]}'")
@@ -211,7 +210,6 @@ def _count(group: Any) -> int:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence torch's warnings about a single process without a process group."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings():  # about a single process without a process group
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
