@@ -157,11 +157,7 @@ class Graph:
         return replace(self, inputs=tuple(one if p is None else replace(one, parameter=id(p)) for one, p in pairs))
 
     def at(self, values: Sequence[Any], names: Mapping[int, str]) -> Graph:
-        """Return the graph for the parameters that another call reads by it, with their paths where these are known.
-
-        Raises:
-            PolicyError: the policy asks for other colours in that module, by its path.
-        """
+        """Return the graph for the parameters that another call reads by it; PolicyError if overrides differ there."""
         known = any(given.parameter is not None for given in self.inputs)
         moved = [
             replace(one, path=names.get(id(v), one.path if known or one.kind != "parameter" else ""),
@@ -192,7 +188,8 @@ def inputs_of(gm: GraphModule, values: Sequence[Any], names: Mapping[int, str]) 
 
 def _input_of(node: Node, value: Any, names: Mapping[int, str]) -> Input:
     if isinstance(value, nn.Parameter):
-        path = names.get(id(value)) or parameter_path(node)
+        atoms = list(map("".join, _ATOM.findall(source_name(node))))
+        path = names.get(id(value)) or ".".join(atoms[1:])  # the first is the local variable that the module is in
         return Input("parameter", path, parameter=None if isinstance(value, FakeTensor) else id(value))
     if not isinstance(value, Tensor):
         return Input("size")
@@ -252,12 +249,6 @@ def is_held(placeholder: Node) -> bool:
     return _OF_OBJECT.search(source_name(placeholder)) is not None
 
 
-def parameter_path(placeholder: Node) -> str:
-    """Return the path of a parameter in the module whose forward Dynamo captured, "" if it is unknown."""
-    atoms = ["".join(found) for found in _ATOM.findall(source_name(placeholder))]
-    return ".".join(atoms[1:])  # the first is the local variable that the module is in
-
-
 def moved_to(decision: Decision, prefix: str = "", first: int = 0, before: str = "") -> Decision:
     """Return a decision with a prefix on its module path, in the place of another, and an offset on its number."""
 
@@ -272,14 +263,12 @@ def moved_to(decision: Decision, prefix: str = "", first: int = 0, before: str =
 
 
 def _prefixes(before: str, after: str) -> tuple[str, str]:
-    """Return what two paths begin with, up to the end that they share."""
     ends = zip(reversed(before), reversed(after), strict=False)
     same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], ends))
     return before[: len(before) - same], after[: len(after) - same]
 
 
 def _nodes(gm: GraphModule) -> Iterator[Node]:
-    """Yield the nodes of a graph, and of the graphs inside it."""
     for node in gm.graph.nodes:
         yield node
         inside = attribute_of(gm, str(node.target)) if node.op == "get_attr" else None
@@ -288,7 +277,6 @@ def _nodes(gm: GraphModule) -> Iterator[Node]:
 
 
 def _is_tensor(node: Node) -> bool:
-    """Say whether a value is a tensor, or holds one. A size is a value only if it is dynamic."""
     return any(isinstance(v, Tensor) for v in pytree.tree_leaves(node.meta.get("val")))
 
 

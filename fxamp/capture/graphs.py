@@ -135,11 +135,7 @@ def runner_of(module: object) -> Any:
 
 
 def graphs_of(module: nn.Module) -> list[Graph]:
-    """Return the graphs of a module compiled in place, or of a part of one, in order.
-
-    Raises:
-        CaptureError: nothing was captured.
-    """
+    """Return the graphs of a module compiled in place, or of a part of one, in order; CaptureError if there is none."""
     found: Graphs | None = COMPILED.get(_root(module))
     if not found:
         inside = {id(p) for p in module.parameters()}

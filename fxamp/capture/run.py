@@ -137,7 +137,6 @@ class GraphCall:
         return outputs
 
     def _ran(self, args: tuple[Any, ...]) -> Any:
-        """Run what was emitted, and look at what came out."""
         gm, given = self._gm, args
         if self._more is not None and is_run_instead():
             gm = self.graph.emitted  # what runs instead sees casts of weights, and is not given them
@@ -156,17 +155,13 @@ class GraphCall:
         return outputs
 
     def _as_captured(self, args: tuple[Any, ...]) -> Any:
-        """Run what was captured, as the model runs, without autocast's cache."""
         policy, captured = self.graph.plan.policy, self.graph.captured
         low = policy.dtype if policy.level.rounds else None
         with torch.autocast(self._device, dtype=low, enabled=low is not None, cache_enabled=False):
             return captured(*args)
 
     def _in_fp32(self, args: tuple[Any, ...]) -> Any:
-        """Run what was captured in FP32, and cast what comes out as planned: for a kind of device that is absent.
-
-        A kernel of the present device may take other dtypes than one of that device.
-        """
+        """Run what was captured in FP32, and cast what comes out as planned, for a kind of device that is absent."""
         wide = [a.float() if isinstance(a, Tensor) and a.dtype in LOW_DTYPES else a for a in args]
         planned: Any = self.graph.emitted.graph.output_node().args[0]
         made = self.graph.captured(*wide)
@@ -177,14 +172,13 @@ class GraphCall:
         )
 
     def _meet(self, args: tuple[Any, ...]) -> None:
-        """Keep the graph for other parameters too, as Dynamo runs it for any module of the same code.
-
-        Raises:
-            PolicyError: the policy asks for other colours in that module, by its path.
-        """
+        """Keep the graph for other parameters too, as Dynamo runs it for any module of the same code."""
         first, call = args[self._first], current()
         if call is not None and call.on_twin:
-            self._meet_on_twin(call, args)
+            # On a copy of the view's model, which is only captured, it is kept for the layer that it runs for.
+            found = None if self._whole or call.does == "compare" else scope()
+            if found is not None and self._graphs is not None and id(first) in found.names:
+                call.ran.append(self._graphs.rebind(self.graph.at(args, found.names).of(self._model)).number)
             return
         if id(first) not in self._seen:
             found = scope()
@@ -195,12 +189,6 @@ class GraphCall:
                 self.graph = kept if kept.number == self.graph.number else self.graph
         self._last = id(first)
         self._seen.add(self._last)
-
-    def _meet_on_twin(self, call: Call, args: tuple[Any, ...]) -> None:
-        """Keep the graph for the layer that it runs for on a copy of the view's model, which is only captured."""
-        found = None if self._whole or call.does == "compare" else scope()
-        if found is not None and self._graphs is not None and id(args[self._first]) in found.names:
-            call.ran.append(self._graphs.rebind(self.graph.at(args, found.names).of(self._model)).number)
 
     def _note(self, call: Call, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Note what crosses a break: low values that something was computed from, and which are the model's own."""
@@ -229,7 +217,6 @@ def _is_read(value: Node) -> bool:
 
 @contextlib.contextmanager
 def _modes_of(call: Call) -> Iterator[None]:
-    """Run with the dispatch modes on that were on when a view was called."""
     modes, call.modes = call.modes, []
     for mode in modes:
         push_mode(mode)
@@ -245,10 +232,7 @@ _NO_MODES: Any = contextlib.nullcontext()
 
 
 def name_the_op(error: Exception) -> None:
-    """Give the error of a graph a note, if an op that is given 16 bits, and may have no kernel for them, has raised it.
-
-    The error stays the user's: its type and its words. Python 3.10 has no notes; there it is a line in the log.
-    """
+    """Give the error of a graph a note, if an op that is given 16 bits, and may have no kernel for them, raised it."""
     node = _raised_by(error.__traceback__)
     if node is None or (row_of(node).known and _NO_KERNEL.search(str(error)) is None):
         return

@@ -83,19 +83,14 @@ def stays_spread(model: nn.Module) -> bool:
 
 
 def gathers(module: object) -> bool:
-    """Say whether FSDP2 gathers the parameters of a model for its calls, which it may do in a dtype of its own.
-
-    Of a view it has changed the class, and not that of its model, which shares the hooks.
-    """
+    """Say whether FSDP2 gathers the parameters of a model for its calls, which it may do in a dtype of its own."""
+    # Of a view it has changed the class, and not that of its model, which shares the hooks.
     hooks = vars(module)["_forward_pre_hooks"].values() if isinstance(module, nn.Module) else ()
     return is_sharded(module) or any("fsdp" in str(getattr(hook, "__module__", "")) for hook in hooks)
 
 
 def _running() -> tuple[list[nn.Module], tuple[Any, ...], nn.Module | None]:
-    """Return the modules being called, innermost first, up to the compiled one, the inputs of that one, and its call's.
-
-    There are none if no compiled module is being called.
-    """
+    """Return the modules being called, innermost first, up to a compiled one, its inputs, and what is called."""
     found: list[nn.Module] = []
     parts: list[nn.Module] = []  # GraphModules: mostly made by torch.compile, rarely compiled by a user
     frame: FrameType | None = sys._getframe(1)

@@ -218,7 +218,6 @@ class CompiledStep:
 
 
 def _without(part: Part, lifted: GraphModule) -> Part:
-    """Return a part of a graph, some of whose casts have become inputs."""
     assert part.names is not None
     here = {n.name for n in lifted.graph.nodes}
     return replace(

@@ -10,6 +10,7 @@ which a graph would not show, are not compiled, nor is the first step, which mak
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections import defaultdict
@@ -35,10 +36,7 @@ Compiled = Literal["compiled"]
 
 
 class CompiledUpdate:
-    """Steps optimizers with compiled code, which reads gradients of low copies of weights, its leaves, and writes them.
-
-    With "compiled" `asked` for, it steps fused optimizers too.
-    """
+    """Steps optimizers with compiled code, which reads gradients of low copies of weights, and writes the copies."""
 
     def __init__(self, settings: CompileSettings, leaves: Leaves, asked: Compiled | None = None) -> None:
         if settings.backend == "inductor":  # whose scheduler fails on some foreach kernels that it reorders for a GPU
@@ -142,7 +140,6 @@ class CompiledUpdate:
     def _step(
         self, index: int, work: _Work, factors: Sequence[Tensor], held: bool | Tensor | None
     ) -> Callable[[], object]:
-        """Return what steps an optimizer, unless a flag on the device holds it back."""
         rates = [self._rate(index, group, g) for group, g in enumerate(work.optimizer.param_groups) if "lr" in g]
         inputs = _Inputs(
             work.params, work.full, work.low, work.copies, work.states(), rates, list(factors),
@@ -154,7 +151,6 @@ class CompiledUpdate:
         return self.region.graph_of(form, ways, [t for each in inputs for t in each])
 
     def _rate(self, optimizer: int, index: int, group: dict[str, Any]) -> Tensor:
-        """Return the learning rate of a group as a tensor, with which `foreach` takes only capturable optimizers."""
         rate = group["lr"]
         if isinstance(rate, Tensor):
             return rate
@@ -231,7 +227,6 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _constants_of(optimizer: Optimizer) -> tuple[Any, ...]:
-    """Return what a graph of its step depends on: the weights of each group, and its numbers but for the rate."""
     kinds = (int, float, tuple, type(None))
     return tuple(
         (*map(id, g["params"]), *((k, v) for k, v in g.items() if isinstance(v, kinds) and k != "lr"))
@@ -240,10 +235,9 @@ def _constants_of(optimizer: Optimizer) -> tuple[Any, ...]:
 
 
 class _Step:
-    """The function that is traced: one optimizer's step, over tensors in the place of its weights and states.
+    """The function that is traced: one optimizer's step, over tensors in the place of its weights and states."""
 
-    It takes all weights `together`, or as the optimizer does; some of these take the rate as a number then.
-    """
+    # It takes all weights `together`, or as the optimizer does; some of these take the rate as a number then.
 
     def __init__(self, work: _Work, lengths: Sequence[int], together: bool) -> None:
         self._work, self._lengths, self._together = work, lengths, together
@@ -266,7 +260,6 @@ class _Step:
         return ()
 
     def _gradients(self, t: _Inputs) -> Iterator[Tensor]:
-        """Yield the gradient of each weight: the sum of its parts, unscaled and clipped."""
         full, low = iter(t.full), iter(t.low)
         for p, has_full, count in zip(t.params, self._work.has_full, self._work.lows, strict=True):
             parts = [next(full) for _ in range(has_full)] + [next(low).to(p.dtype) for _ in range(count)]
@@ -278,36 +271,33 @@ class _Step:
             yield total.clone() if total is parts[0] and has_full else total
 
 
-class _swapped:  # noqa: N801 - a context
+@contextlib.contextmanager
+def _swapped(work: _Work, t: _Inputs, together: bool) -> Iterator[None]:
     """Inside, an optimizer has other tensors in the place of weights, states and learning rates."""
-
-    def __init__(self, work: _Work, t: _Inputs, together: bool) -> None:
-        self._optimizer = work.optimizer
-        place = {id(p): i for i, p in enumerate(work.params)}
-        rates, states = iter(t.rates), iter(t.states)
-        self._groups = [
-            {
-                **group, **({"lr": next(rates)} if "lr" in group else {}), **_how(group, together),
-                "params": [t.params[place[id(p)]] for p in group["params"] if id(p) in place],
-            }
-            for group in work.optimizer.param_groups
-        ]  # fmt: skip
-        self._state: dict[Tensor, Any] = defaultdict(dict)
-        for p, traced in zip(work.params, t.params, strict=True):
-            known = work.optimizer.state.get(p, {})
-            self._state[traced] = {k: next(states) if isinstance(v, Tensor) else v for k, v in known.items()}
-        self._numbers = {p: _numbers(state) for p, state in self._state.items()}
-
-    def __enter__(self) -> None:
-        optimizer = self._optimizer
-        self._before: tuple[Any, Any] = optimizer.param_groups, optimizer.state
-        optimizer.param_groups, optimizer.state = self._groups, self._state  # type: ignore[assignment]
-
-    def __exit__(self, *_: object) -> None:
-        self._optimizer.param_groups, self._optimizer.state = self._before
-        if any(_numbers(state) != self._numbers.get(p) for p, state in self._state.items()):
-            name = type(self._optimizer).__name__
-            raise NotTraced(f"{name} counts in Python numbers, which a graph would keep as they are")
+    optimizer: Any = work.optimizer
+    place = {id(p): i for i, p in enumerate(work.params)}
+    rates, states = iter(t.rates), iter(t.states)
+    groups = [
+        {
+            **group, **({"lr": next(rates)} if "lr" in group else {}), **_how(group, together),
+            "params": [t.params[place[id(p)]] for p in group["params"] if id(p) in place],
+        }
+        for group in optimizer.param_groups
+    ]  # fmt: skip
+    state: dict[Tensor, Any] = defaultdict(dict)
+    for p, traced in zip(work.params, t.params, strict=True):
+        known = optimizer.state.get(p, {})
+        state[traced] = {k: next(states) if isinstance(v, Tensor) else v for k, v in known.items()}
+    numbers = {p: _numbers(of_p) for p, of_p in state.items()}
+    before = optimizer.param_groups, optimizer.state
+    optimizer.param_groups, optimizer.state = groups, state
+    try:
+        yield
+    finally:
+        optimizer.param_groups, optimizer.state = before
+    if any(_numbers(of_p) != numbers.get(p) for p, of_p in state.items()):
+        name = type(optimizer).__name__
+        raise NotTraced(f"{name} counts in Python numbers, which a graph would keep as they are")
 
 
 def _how(group: dict[str, Any], together: bool) -> dict[str, Any]:
@@ -324,10 +314,7 @@ def _numbers(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _look(end: AtEnd, work: Sequence[_Work]) -> tuple[list[bool | Tensor | None], Tensor | None, list[Tensor]]:
-    """Return for each optimizer whether it is held back, the norm of all gradients, and the factors of gradients.
-
-    A flag on a CPU is read at once, so that the scaler can name the parameter; None where nothing was looked at.
-    """
+    """Return for each optimizer whether it is held back, the norm of all gradients, and the factors of gradients."""
     inverse = inverse_scale(end.scaler) if end.scaler.is_enabled() else None
     factors, norm = [] if inverse is None else [inverse], None
     founds: list[Any] = [None] * len(work)

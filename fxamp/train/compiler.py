@@ -178,7 +178,6 @@ class Region(Counted):
             self._look_back(before)
 
     def _look_back(self, before: list[Any]) -> None:
-        """Read from Dynamo's records what it has compiled, or failed to compile, during the last call."""
         after = compile_records()
         if not after or (before and after[-1] is before[-1]):
             return

@@ -25,11 +25,7 @@ _SHOWN = 120  # characters of a name
 
 @contextlib.contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Name the file or folder that is read in an error: PolicyError for what is in it, OSError where it is not there.
-
-    Raises:
-        PolicyError: What is read does not fit.
-    """
+    """Name the file or folder that is read in an error: PolicyError for what is in it, OSError if it is not there."""
     try:
         yield
     except OSError:
@@ -49,12 +45,7 @@ def size_of(path: Path) -> int:
 
 
 def weights_in(path: str | os.PathLike[str], *, sharded: bool) -> Any:
-    """Return what `torch.save` wrote to a file: tensors and plain values, and no other objects.
-
-    Raises:
-        PolicyError: The file holds something else, or is damaged.
-        OSError: It cannot be opened.
-    """
+    """Return what `torch.save` wrote to a file, of tensors and plain values; PolicyError if it holds anything else."""
     with naming(path):
         size_of(Path(path))
         with open(path, "rb") as file:

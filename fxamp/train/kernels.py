@@ -10,10 +10,7 @@ if TYPE_CHECKING:  # it imports Inductor, which takes seconds
 
 
 class Kernels:
-    """What Inductor has recorded, if it `records`, of the graphs of a function that its last call `ran`.
-
-    Each has one record of its forward and one of its backward, which is compiled when that first runs.
-    """
+    """What Inductor has recorded, if it `records`, of the graphs that the last call of a function `ran`."""
 
     def __init__(self, records: bool) -> None:
         self._records = records

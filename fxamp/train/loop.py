@@ -53,11 +53,7 @@ class Loop:
             logger.warning("fxamp: %s", text)
 
     def before_micro_batch(self, position: int) -> None:
-        """Say what was done by hand since the last micro-batch or window; name a model in eval mode each time anew.
-
-        Raises:
-            PolicyError: Gradients were cleared within a window, of which `position` micro-batches were seen.
-        """
+        """Say what was done by hand since the last micro-batch or window; refuse gradients cleared within one."""
         options, count = self._options, self._options.accumulate_steps
         cleared = self._weights and all(p.grad is None for _, p, _ in self._weights)
         if cleared and first_with_gradient(options.optimizers) is None:
@@ -145,7 +141,6 @@ class Loop:
         return next((p for p in self._had if p.grad is not None), None)
 
     def _clear(self, *, in_place: bool) -> list[Tensor]:
-        """Clear the gradients of model, loss and optimizers; return the parameters of optimizers that had one."""
         had = live(self._options.optimizers)
         for p in had:
             if in_place and p.grad is not None:

@@ -57,12 +57,7 @@ class Place:
 
 
 def metadata_in(file: Path) -> Metadata:
-    """Return what a `.metadata` says, with a Place for each part, which its shard is long enough for.
-
-    Raises:
-        ValueError: It is not what torch writes there, or does not go together with the shards beside it.
-        OSError: It is not there, or a shard is not.
-    """
+    """Return what a `.metadata` says, with a Place for each part, which its shard has; ValueError if it is wrong."""
     if size_of(file) > LONGEST:
         raise ValueError(f"it is longer than {LONGEST >> 20} MB, which no model needs")
     try:
@@ -172,7 +167,6 @@ _ACTS: Mapping[str, Callable[[_Parser, Any], Any]] = {
 
 
 def _checked(value: Any, folder: Path) -> Metadata:
-    """Return metadata made of what a pickle says, where each part has a place in a shard."""
     fields = _fields(value, f"{_METADATA}.Metadata")
     entries: dict[str, Any] = fields["state_dict_metadata"]
     places = {_index(key): _place(info) for key, info in fields["storage_data"].items()}
@@ -229,7 +223,6 @@ def _place(value: Any) -> Place:
 
 
 def _refuse_short_shards(places: Mapping[MetadataIndex, Place], folder: Path) -> None:
-    """Raise ValueError for parts behind the end of a shard, or for more of them than it has bytes for."""
     taken, ends = Counter[str](), Counter[str]()
     for place in places.values():
         taken[place.file] += place.length

@@ -66,12 +66,7 @@ class Options:
 
     @classmethod
     def of(cls, model: object, *, optimizer: Any, scheduler: Any, ema: Any, compile: Any, **asked: Any) -> Options:
-        """Return the options that the arguments of a TrainStep stand for.
-
-        Raises:
-            NotAModuleError: The model is no module.
-            PolicyError: An argument is invalid, or does not fit the model or another argument.
-        """
+        """Return the options that the arguments of a TrainStep stand for; refuse what is invalid or does not fit."""
         if not isinstance(model, nn.Module):
             raise NotAModuleError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         loss_fn, on_gradients = asked["loss_fn"], asked["on_gradients"]
@@ -228,7 +223,6 @@ def _averages_of(ema: object, model: nn.Module) -> tuple[AveragedModel, ...]:
 
 
 def _signature(model: nn.Module) -> set[tuple[str, tuple[int, ...]]]:
-    """Return names and shapes of parameters, without what wrappers put before the names."""
     named = model.named_parameters()
     return {(name.replace("_orig_mod.", "").replace("module.", ""), tuple(p.shape)) for name, p in named}
 

@@ -458,7 +458,6 @@ class LossScaler(torch.amp.GradScaler):
         return None if _overflowed(optimizer_state) else optimizer.step(*args, **kwargs)
 
     def _describe(self, optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-        """List the parameters of `optimizer`, each with the best name there is."""
         for group_index, group in enumerate(optimizer.param_groups):
             names = group.get("param_names")
             for index, param in enumerate(group["params"]):

@@ -170,7 +170,6 @@ def _read(parts: dict[str, Any], shards: Shards, group: Any) -> None:
 
 
 def _tensors(step: TrainStep) -> dict[str, Tensor]:
-    """Return the tensors of a step's model and averages, and those beside them, by name."""
     tensors = {f"model.{_plain(step.model, name)}": t for name, t in step.model.state_dict().items()}
     for index, average in enumerate(step.averages):
         tensors.update((f"ema.{index}.{_plain(average, name)}", t) for name, t in average.state_dict().items())
@@ -194,7 +193,6 @@ def _like_saved(saved: Any, p: Tensor) -> Tensor:
 
 
 def _plain(model: nn.Module, name: str) -> str:
-    """Return a name as the user knows it, without what wrappers put into it."""
     module: nn.Module | None = model
     plain = []
     for part in name.split("."):

@@ -341,7 +341,6 @@ class TrainStep:
             raise
 
     def _begin(self, scale: float | None) -> Window:
-        """Open a window, if none is open, and make the checks of each micro-batch."""
         window = open_window(self, scale)
         self._compare_ranks()
         self.loop.before_micro_batch(window.position)

@@ -36,11 +36,7 @@ class Traced(Counted):
     def graph_of(
         self, form: Hashable, ways: Sequence[Callable[..., Any]], inputs: Sequence[Tensor]
     ) -> Callable[[], object]:
-        """Return what calls a function by the graph of this form: of the first of its `ways` that can be traced.
-
-        Raises:
-            NotTraced: None can be traced, or there were too many forms.
-        """
+        """Return what calls the graph of this form, of the first of `ways` that can be traced; NotTraced if none."""
         plain = [tensor.detach() for tensor in inputs]
         run = self._graphs.get(form)
         if run is None:

@@ -95,10 +95,7 @@ def take_step(end: AtEnd) -> Update:
 
 
 def _found_inf(end: AtEnd, norm: Tensor) -> bool | Tensor:
-    """Say whether a gradient is not finite: on the device, or where Python decides from their norm, with one read.
-
-    All gradients are finite if their norm is, and a norm on a CPU can be read without waiting.
-    """
+    """Say whether a gradient is not finite: on the device, or where Python decides from their norm, with one read."""
     read = _is_on_host(norm) or any(waits(o) or _begins_undefined(o) for o in end.optimizers)
     if read and end.nothing_kept is None and not end.ranks.decide_apart:
         return not bool(norm.isfinite()) and bool(holds_inf_or_nan(gradients(end.optimizers)))
@@ -123,8 +120,7 @@ def clip_factor(max_norm: float, norm: Tensor) -> Tensor | None:
 
 def clip(params: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
     """Clip the gradients of parameters, whose norm together is given, to `max_norm`; infinity only measures."""
-    factor = clip_factor(max_norm, norm)
-    if factor is None:
+    if (factor := clip_factor(max_norm, norm)) is None:
         return
     found = [p.grad for p in params if p.grad is not None]
     if not any(map(is_spread, found)):
@@ -154,9 +150,8 @@ def _begins_undefined(optimizer: Optimizer) -> bool:
 
 def is_undoable(optimizer: Optimizer) -> bool:
     """Say whether a step can be undone: everything that it changes exists before and is on an accelerator."""
-    if not _keeps_state_on_device(optimizer) or not has_state(optimizer):
-        return False
-    return not any(gradient.is_sparse for gradient in gradients([optimizer]))
+    there = _keeps_state_on_device(optimizer) and has_state(optimizer)
+    return there and not any(gradient.is_sparse for gradient in gradients([optimizer]))
 
 
 def waits(optimizer: Optimizer) -> bool:
@@ -165,10 +160,8 @@ def waits(optimizer: Optimizer) -> bool:
 
 
 def _keeps_state_on_device(optimizer: Optimizer) -> bool:
-    """Say whether neither parameters nor state are on the host, where optimizers count their steps by default."""
-    if type(optimizer) is not SGD and not all(group.get("capturable") for group in optimizer.param_groups):
-        return False
-    return not any(map(_is_on_host, parameters(optimizer)))
+    counts_there = type(optimizer) is SGD or all(group.get("capturable") for group in optimizer.param_groups)
+    return counts_there and not any(map(_is_on_host, parameters(optimizer)))
 
 
 def _is_on_host(tensor: Tensor) -> bool:
@@ -237,11 +230,7 @@ def step_by_closure(
     optimizer: Optimizer, scaler: LossScaler, run: Callable[[], Tensor], ranks: Ranks, check_finite: bool,
     begins: Callable[[], object],
 ) -> bool:  # fmt: skip
-    """Let an optimizer step that evaluates the loss itself; return whether it was held back.
-
-    `run` runs the window's micro-batches forward and backward, from gradients of None, and returns their unscaled loss.
-    `begins` is called after the first evaluation, when weights begin to change.
-    """
+    """Let an optimizer step that evaluates the loss itself, by `run`; return whether it was held back."""
     # With loss scaling, a gradient that is not finite takes back the whole step, whichever evaluation it comes from.
     # Without, only the first evaluation is looked at, when there is nothing to take back yet.
     undoes, evaluated = scaler.is_enabled(), False

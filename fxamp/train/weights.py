@@ -28,11 +28,7 @@ class _Found(NamedTuple):
 
 
 class WeightCasts:
-    """The weights that graphs read low, of a model as a TrainStep calls it: a view, or with views inside.
-
-    Raises:
-        PolicyError: `mode` is none of the three, or "per_step" and nothing can be kept.
-    """
+    """The weights that graphs read low, of a model as a TrainStep calls it: a view, or with views inside."""
 
     def __init__(self, model: nn.Module, mode: Mode, accumulate_steps: int) -> None:
         if mode not in get_args(Mode):

@@ -87,10 +87,7 @@ class Mean(NamedTuple):
 
 
 class Window:
-    """One window of a step, with a scale of its own or that of the scaler.
-
-    While it is open, its micro-batches read low copies of weights, and those stay valid between them.
-    """
+    """One window of a step, whose micro-batches read low copies of weights; its scale may be one of its own."""
 
     def __init__(self, step: TrainStep, scale: float | None = None) -> None:
         self.scaler = step.scaler if scale is None else LossScaler(init_scale=scale, dynamic=False)

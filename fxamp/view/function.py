@@ -65,10 +65,7 @@ _STAYS = (
 
 
 class Function:
-    """One compiled function of a view: its cache, and what became of the frames that its calls reached.
-
-    Where copies of weights may be `opened`, casts of parameters are inputs of the graphs.
-    """
+    """One compiled function of a view; with copies of weights, `opened`, their casts are inputs of its graphs."""
 
     def __init__(
         self, model: nn.Module, settings: Settings, graphs: Graphs, method: str, opened: Opened | None = None
@@ -222,7 +219,6 @@ def _let_go(codes: Iterable[types.CodeType], backend: Callable[..., Any], calls:
 
 
 def _tracing_settings(model: nn.Module, settings: Settings) -> dict[str, Any]:
-    """Return Dynamo's settings while it captures a model."""
     change: dict[str, Any] = {"error_on_recompile": True} if settings.on_change == "error" else {}
     if any(isinstance(module, nn.RNNBase) for module in model.modules()):
         change["allow_rnn"] = True  # or Dynamo leaves what calls a recurrent layer to Python
@@ -253,7 +249,6 @@ def _idle(run: Callable[..., Any], broke: str) -> Callable[..., Any]:
 
 
 def _enter_region(gm: GraphModule, device: str) -> None:
-    """Put a graph into the autocast region of the author's own that it was captured in."""
     first = next(n for n in gm.graph.nodes if n.op != "placeholder")
     state = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device), None
     with gm.graph.inserting_before(first):
@@ -310,10 +305,8 @@ def function_of(
 
 
 def _globals_for(model: nn.Module) -> dict[str, Any]:
-    """Return the globals for the function to compile: of a module of the model that Python cannot import, else ours.
-
-    Dynamo imports the module of a function that it inlines, unless it has the globals of the outermost function.
-    """
+    """Return the globals for the function to compile: of a module of the model that Python cannot import, else ours."""
+    # Dynamo imports the module of a function that it inlines, unless it has the globals of the outermost function.
     for forward in dict.fromkeys(forward_of(type(module)) for module in model.modules()):
         found: dict[str, Any] = getattr(forward, "__globals__", globals())
         name = found.get("__name__")
@@ -330,4 +323,4 @@ def _globals_for(model: nn.Module) -> dict[str, Any]:
 
 
 def _global_hooks() -> list[int]:
-    return [id(hook) for hook in global_module_hooks()]
+    return list(map(id, global_module_hooks()))

@@ -101,10 +101,7 @@ class Leaves:
             leaf.sums = leaf.master.grad is not None
 
     def arrive(self, add: Add | None = None, *, where_both: bool = False) -> None:
-        """Move gradients to the weights, in their dtype; with `where_both`, to those that have one already.
-
-        `add(to, gradients)` adds gradients to others in place.
-        """
+        """Move gradients to the weights, in their dtype; with `where_both`, `add` them to those that have one."""
         first: list[tuple[Tensor, Tensor]] = []
         more: list[tuple[Tensor, Tensor]] = []
         for leaf in self._leaves.values():
@@ -150,7 +147,6 @@ class Leaves:
                 leaf.contents = None
 
     def _cast_together(self) -> None:
-        """Cast again, in place, all whose weights were written since."""
         stale = [leaf for leaf in self._leaves.values() if leaf.contents != contents_of(leaf.master)]
         stale = [leaf for leaf in stale if leaf.fits(leaf.master)]
         with torch.no_grad():

@@ -146,7 +146,6 @@ def _wait_for(store: Any, rank: int, place: str, step: str, ranks: list[int], un
 
 
 def _partners(store: Any, step: str) -> list[list[int]] | None:
-    """Return the groups with which a rank takes a step, None if the rank has not reached that step."""
     return json.loads(store.get(step)) if store.check([step]) else None
 
 
@@ -159,7 +158,6 @@ def _refuse_others(groups: Mapping[int, Sequence[list[int]]]) -> None:
 
 
 def _listed(name: str, known: Mapping[int, Mapping[str, str]]) -> str:
-    """List the values of a setting, each with the ranks that have it."""
     ranks: dict[str, list[int]] = defaultdict(list)
     for rank, settings in sorted(known.items()):
         ranks[settings.get(name, "nothing")].append(rank)
