@@ -105,11 +105,8 @@ class Backend:
 
 
 def inner_of(graph: FxGraph, inner: Inner) -> Inner:
-    """Return what compiles an emitted graph: "eager" in the place of what AOTAutograd fails at.
-
-    It does at a recurrent layer whose weights have gradients and whose input has none; by default Dynamo leaves every
-    recurrent layer to Python.
-    """
+    """Return what compiles an emitted graph: "eager" in the place of what AOTAutograd fails at."""
+    # It does at a recurrent layer whose weights have gradients and whose input has none.
     layers = [n for n in graph.nodes if row_of(n).recurrent] if inner != "eager" and torch.is_grad_enabled() else []
     grad = requires_grad(graph) if layers else frozenset[Node]()
     for node in layers:
@@ -122,10 +119,7 @@ def inner_of(graph: FxGraph, inner: Inner) -> Inner:
 def compile_by(
     inner: Inner, mode: str | None, options: Mapping[str, Any], gm: GraphModule, inputs: Sequence[Any]
 ) -> tuple[Callable[..., Any], Compile]:
-    """Have the inner backend compile an emitted graph; return what runs it, and what compiles it once more.
-
-    The latter takes further options, and inputs.
-    """
+    """Have the inner backend compile an emitted graph; return what runs it, and what compiles it with more options."""
     if inner != "eager":
         leave_sharing_to_the_compiler(gm)
     with no_autocast(), _casts_by_method(gm) if inner == "eager" else contextlib.nullcontext():
@@ -258,20 +252,13 @@ def rewrite(
     replayed: Callable[[FxGraph], tuple[Plan | None, bool]] | None = None,
     costs: CostModel | None = None, alone: Sequence[Any] | None = None, lowered: Collection[str] = (),
 ) -> Graph:  # fmt: skip
-    """Convert a graph from Dynamo, in place; return what is known of it.
+    """Convert a graph from Dynamo, in place, which is compiled for some inputs; return what is known of it.
 
-    Args:
-        gm: the graph.
-        inputs: what it is compiled for.
-        policy: a device and a dtype that it leaves open are those of the inputs and of the surrounding autocast.
-        method: the method that is captured, "" for a call.
-        eager: it runs node by node, so what it recomputes is recomputed as the author's code does.
-        runs_on: the kind of device of the autocast that was on while Dynamo traced, if the policy is for another one.
-        in_region: that was a region of the author's own, in the policy's device, which is in the graph.
-        replayed: gives the plan to carry out for a described graph, and whether it is of this very graph.
-        costs: what the cut is told that things cost; None for bytes.
-        alone: the dtypes of the outputs in a trace of the model without autocast.
-        lowered: the parameters that forward itself has made low.
+    A device and a dtype that the policy leaves open are those of the inputs and of the surrounding autocast. That was
+    on for `runs_on` while Dynamo traced, if the policy is for another kind of device, or was the author's own and is in
+    the graph, if `in_region`. What is recomputed in a graph that runs node by node, `eager`, is so as in the author's
+    code. `replayed` gives the plan to carry out for a described graph, and whether it is of this very graph; `alone`
+    are the dtypes of the outputs in a trace without autocast, and `lowered` the parameters that forward has made low.
 
     Raises:
         PolicyError: the policy does not fit the model.
@@ -331,10 +318,7 @@ def rewrite(
 
 
 def _planned_elsewhere(gm: GraphModule, here: str, device: str) -> tuple[str, ...]:
-    """Have regions of autocast of the kind of device that is here be those of the one that the plan is for.
-
-    Return notes on what of the trace may differ there.
-    """
+    """Have regions of autocast here be those of the planned device; return notes on what may differ there."""
     if here == device:
         return ()
     for part in graphs_in(gm):
@@ -351,10 +335,7 @@ def _origin_of_input(node: Node, value: Any) -> Origin:
 
 
 def _crossed(gm: GraphModule, inputs: list[Any], found: Scope | None, origins: Origins, low: torch.dtype) -> set[Node]:
-    """Return the low inputs that crossed a graph break and are low by autocast: a graph of the call made them.
-
-    Of what Python has made between two graphs that is not known; in a model with low weights it is taken for low.
-    """
+    """Return the low inputs that crossed a graph break and are low by autocast: a graph of the call made them."""
     call, (model, given) = current(), (nn.Module(), ()) if found is None else (found.root, found.given)
     is_own = own_values(model, given, low, {} if call is None else call.own)
     pairs = zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)

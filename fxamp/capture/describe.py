@@ -41,10 +41,7 @@ _ROOT = re.compile(r"^[LG]\['\w+'\]\.?")
 
 
 def ambient_dtype(graph: Graph, device: str) -> torch.dtype | None:
-    """Return the ambient autocast's low dtype: of torch's state, or of a region round the whole graph, now erased.
-
-    Where torch's state has autocast on, such a region is the model's own.
-    """
+    """Return the ambient autocast's low dtype: of torch's state, else of a region round the whole graph, now erased."""
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     region = _whole_region(graph)
@@ -71,24 +68,15 @@ def describe(
     gm: GraphModule, origins: Origins, *,
     ambient: bool, policy: Policy, scope: Scope | None, crossed: Set[Node], alone: Sequence[Any] | None, stays: bool,
 ) -> dict[int, bool]:  # fmt: skip
-    """Annotate every node with what passes read: `val` and the module path; and add the rest to its origin.
+    """Annotate every node with what passes read: `val` and the module path; and add the rest to its origin, in place.
 
     A cast is "literal" if the user called `.float()` or a similar method, "autocast" if its dtype was seen in a trace
     under autocast, and "baked" if only its dtype without autocast is known. A dtype that was low in a trace under
     autocast is autocast's: the graph gets FP32, and the origin keeps the low dtype.
 
-    Args:
-        gm: changed in place: dtypes that are low by autocast become FP32.
-        origins: changed in place: there is one for every node of the graph afterwards, and of those inside it.
-        ambient: autocast was on while Dynamo traced, so the example values and what Python read have its dtypes.
-        policy: says where nothing is low, even if it was low in the trace: at O0, and in modules overridden to FP32.
-        scope: where the graph lies in the compiled module, if that is known.
-        crossed: the low inputs that are so by autocast alone: they crossed a graph break.
-        alone: the dtypes of the outputs in a trace of the model without autocast, None where there is none.
-        stays: without such a trace, what is low stays low.
-
-    Returns:
-        The places of the outputs that are low, and whether they are low without autocast too.
+    Autocast was on while Dynamo traced if it is `ambient`; the `crossed` inputs are low by it alone, since they crossed
+    a graph break. By the dtypes of the outputs in a trace without autocast, `alone`, it is told which are low then too;
+    where there is none, what is low `stays` low. Returned are the places of the low outputs, and whether they are.
     """
     description = _Description(origins, gm.graph, ambient, policy, scope, crossed)
     description.of(gm)
@@ -154,15 +142,15 @@ class _Description:
         place.meta = dict(place.meta)
         if outer is not None:
             self.origins[place] = self.origins[outer]
-        if call is not None and _detaches(call):
+        # A reentrant checkpoint reads detached inputs, which are leaves of autograd.
+        if call is not None and row_of(call).recomputed and call.kwargs.get("use_reentrant") is not False:
             self.origins.add(place, role=self.origins[place].role or "leaf")
 
     def without_autocast(self, graph: Graph, crossed: Set[Node], stays: bool) -> dict[Node, Any]:
         """Return the dtypes that values have without autocast, where inputs that `crossed` a break are not low.
 
-        An op that rejects its operands runs under autocast alone, so what it gives is not low; and a dtype that was
-        read under autocast is autocast's. If what is low `stays`, both are as they were traced, as what is read in a
-        region of the author's own.
+        If what is low `stays`, what an op gives that rejects its operands then, and a dtype that was read, are as they
+        were traced, as what is read in a region of the author's own; else they are autocast's.
         """
         own: dict[Node, Any] = {}
         for node in graph.nodes:
@@ -184,10 +172,7 @@ class _Description:
         return own
 
     def _in_the_model(self, node: Node, dtype_of: Callable[[Node], Any]) -> Any:
-        """Return the dtypes that a node gives in the model itself: without autocast, but for the author's own regions.
-
-        Raises where the op rejects these dtypes.
-        """
+        """Return the dtypes that a node gives without autocast, but for the author's own regions; raise as the op."""
         region = self.origins[node].region
         if region is None or not region[1]:
             refuse_mixed(node, dtype_of)
@@ -210,11 +195,9 @@ class _Description:
         return value
 
     def _runs_under_autocast(self, node: Node) -> bool:
-        """Say whether a call is to be what it was in this trace under autocast.
-
-        An op on jagged tensors is, or under torch.vmap, whose batching rules cast otherwise: a linear gives FP32 there.
-        If the policy asks for it, so are an op without a rule, and a recurrent layer, which is not to be unrolled.
-        """
+        """Say whether a call is to be what it was in this trace under autocast."""
+        # An op on jagged tensors is, or under torch.vmap, whose batching rules cast otherwise: a linear gives FP32. If
+        # the policy asks for it, so are an op without a rule, and a recurrent layer, which is not to be unrolled.
         asked = self.policy.unknown_ops == "autocast"
         row, kind = rule_of(node, str(self.policy.device))
         whole = row.recurrent and kind == COMPOSITE
@@ -222,10 +205,7 @@ class _Description:
         return traced and (_is_opaque(node) or (asked and (not row.known or whole)))
 
     def _inferred(self, node: Node, value: Any, held: dict[Node, Any]) -> Any:
-        """Return the dtypes of a node's outputs without autocast, even if fake tensors cannot run the node.
-
-        They reject operands of several dtypes, one of which may be low, and cannot run some ops at all.
-        """
+        """Return the dtypes of a node's outputs without autocast, even if fake tensors reject its operands."""
         if row_of(node).higher_order:
             made = without_low(dtypes_of(value), {self.policy.dtype, *self.by_regions})
             return _named_in_body(node, made) or made
@@ -261,7 +241,6 @@ class _Description:
             self.origins.add(node, read=read)
 
     def _is_fp32(self, node: Node) -> bool:
-        """Say whether a node is in a place where nothing may be low."""
         if not self.policy.level.rounds:
             return True
         stack = node.meta.get("nn_module_stack", {}).values() if self.policy.modules else ()
@@ -304,23 +283,15 @@ def _named_in_body(node: Node, like: Any) -> Any:
 
 
 def _is_opaque(node: Node) -> bool:
-    """Say whether a value, or an operand, is jagged or wrapped by a transform of torch.func."""
     values = pytree.tree_leaves([n.meta.get("example_value") for n in (node, *node.all_input_nodes)])
     return any(isinstance(v, torch.Tensor) and (v.is_nested or is_transformed(v)) for v in values)
 
 
-def _detaches(call: Node) -> bool:
-    """Say whether a checkpoint is reentrant: its body then reads detached inputs, which are leaves of autograd."""
-    return row_of(call).recomputed and call.kwargs.get("use_reentrant") is not False
-
-
-def _is_method(node: Node) -> bool:
-    """Say whether the user called a cast by its name: `.float()`, `.half()`."""
+def _is_method(node: Node) -> bool:  # called by the user: `.float()`, `.half()`
     return node.op == "call_method" and str(node.target) in ops.CAST_METHODS
 
 
 def _describe_place(node: Node, scope: Scope | None) -> None:
-    """Write module paths in the form `blocks.0.attn`, and that of the root as ""."""
     if scope is not None:
         node.meta["nn_module_stack"] = scope.stack(node)
     elif stack := node.meta.get("nn_module_stack"):
@@ -330,9 +301,8 @@ def _describe_place(node: Node, scope: Scope | None) -> None:
 def _add_fused(graph: Graph, origins: Origins, model: nn.Module) -> None:
     """Say of each call whether eager evaluation without gradients runs it inside the fused kernel of an attention.
 
-    The kernel rounds in other places, so those ops may differ from what the model gives under autocast. What makes
-    torch choose it is read off the module; masks and inputs, on which it also depends, are not looked at. The fused
-    kernel of `nn.TransformerEncoderLayer` is captured by Dynamo itself.
+    That rounds in other places. What makes torch choose it is read off the module; masks and inputs are not looked at.
+    The fused kernel of `nn.TransformerEncoderLayer` is captured by Dynamo itself.
     """
     if not torch.backends.mha.get_fastpath_enabled():
         return
@@ -353,7 +323,6 @@ def _may_be_fused(attention: nn.MultiheadAttention) -> bool:
 
 
 def _low_of(region: Region) -> torch.dtype:
-    """Return the low dtype of an enabled autocast region; one that names none has torch's."""
     device, _, dtype, _ = region
     return dtype or torch.get_autocast_dtype(device)
 
@@ -375,7 +344,6 @@ def regions_of(nodes: Iterable[Node], outside: Region | None) -> dict[Node, Regi
 
 
 def _settle(node: Node, dtype: torch.dtype | None) -> None:
-    """Replace the dtype that a call names by another, or by None."""
     given = literal_dtype(node)
     node.args, node.kwargs = pytree.tree_map(lambda a: dtype if a is given else a, (node.args, node.kwargs))
 

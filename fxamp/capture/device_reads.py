@@ -23,7 +23,6 @@ def reads_of_device(codes: Iterable[CodeType], here: str) -> tuple[str, ...]:
 
 
 def _in(code: CodeType) -> Iterator[tuple[str, str]]:
-    """Yield file and line, and what is read: `is_cuda`, or the kind of a device that is compared."""
     line = code.co_firstlineno
     steps = [step for step in dis.get_instructions(code) if step.opname not in ("CACHE", "EXTENDED_ARG")]
     for i, (step, after) in enumerate(pairwise(steps)):

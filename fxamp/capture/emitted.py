@@ -64,7 +64,7 @@ class Emitted(GraphModule):
         return _again(super().__copy__(), self.__dict__)
 
 
-def _unpickled(fields: dict[str, Any], imports: str) -> Emitted:
+def _unpickled(fields: dict[str, Any], imports: str) -> Emitted:  # whose name pickles have
     return _again(reduce_graph_module(fields, imports), fields)
 
 

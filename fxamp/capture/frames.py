@@ -73,36 +73,32 @@ def forward_of(kind: type[nn.Module]) -> Any:
 
 
 class Frames:
-    """A compiled function, and what became of the frames that its calls reached.
-
-    Attributes:
-        call: the function, compiled.
-        refused: the codes that are left to Python, each with its place and the cause; "" for one that computes nothing.
-        alone: the dtypes of the function's outputs in a trace without autocast, by which nothing runs; None if it was
-            not asked for, fails, or ends at a break, which `unknown` says.
-        outside: the codes behind breaks at which Python computes something, each with the place of the break.
-        news: what of `outside` no call has said yet.
-        fixes_sizes: some code is traced with fixed sizes alone, so no size of the inputs is to be a symbol.
-    """
+    """A compiled function, `call`, and what became of the frames that its calls reached."""
 
     def __init__(
         self, function: Callable[..., Any], backend: Callable[..., Any], model: nn.Module,
         settings: Callable[[], dict[str, Any]], *, asks: Callable[[], bool] = lambda: False,
         dynamic: bool | None = None, fullgraph: bool = False,
     ) -> None:  # fmt: skip
+        # The dtypes of the outputs in a trace without autocast, by which nothing runs, where that was asked for; None
+        # where it fails, or ends at a break, which `unknown` says.
         self.alone: list[torch.dtype | None] | None = None
         self.unknown = ""
         self._asks, self._asking = asks, False
-        self.refused: dict[CodeType, str] = {}
-        self.outside: dict[CodeType, str] = {}
-        self.news: list[str] = []
+        self.refused: dict[
+            CodeType, str
+        ] = {}  # what is left to Python, with place and cause; "" if it computes nothing
+        self.outside: dict[CodeType, str] = {}  # behind breaks at which Python computes something, with the places
+        self.news: list[str] = []  # what of `outside` no call has said yet
         self._code: Any = getattr(function, "__code__", None)
         self._model, self._settings, self._fullgraph, self._dynamic = model, settings, fullgraph, dynamic
-        self.fixes_sizes = False
+        self.fixes_sizes = False  # some code is traced with fixed sizes alone: no size of inputs is to be a symbol
         self._graphs: Counter[CodeType] = Counter()
         self._failing: set[CodeType] = set()  # refused since an op failed, which other inputs may mend
+        types: Any = torch._dynamo.types
+        asked_about = types.FrameExecStrategy(types.FrameAction.DEFAULT, types.FrameAction.DEFAULT)
         for code in _codes_of(model):  # another compilation may have left it to Python, which C code does unasked then
-            torch._C._dynamo.eval_frame.set_code_exec_strategy(code, _asked_about())
+            torch._C._dynamo.eval_frame.set_code_exec_strategy(code, asked_about)
         context: Any = torch._dynamo.optimize(backend, dynamic=dynamic, nopython=fullgraph, **OWN_CACHE)
         if hasattr(context, "callback"):  # none where torch is told to do without Dynamo
             self._torchdynamo_orig_backend = self._inner = context.callback
@@ -114,9 +110,8 @@ class Frames:
         if refused is None:
             self._graphs.clear()
             self.outside.clear()
-        self.refused = {
-            code: text for code, text in self.refused.items() if refused is not None and text not in refused
-        }
+        kept = self.refused.items() if refused is not None else ()
+        self.refused = {code: text for code, text in kept if text not in (refused or ())}
 
     def asked(self, gm: GraphModule) -> bool:
         """Say whether a graph is traced to be asked for the dtypes of its outputs alone, which it is then."""
@@ -128,7 +123,6 @@ class Frames:
         return self._asking
 
     def _ask(self, trace: Callable[[], Any]) -> None:
-        """Trace the function without autocast."""
         self.alone, self._asking, self.unknown = None, True, "there is a graph break"
         try:
             with no_autocast():
@@ -163,11 +157,7 @@ class Frames:
         return _left_to_python(with_all_inside=self._graphs[code] >= CEILING)
 
     def _look_at_break(self, frame: Any, call: Call) -> None:
-        """Note whether Python has computed something at the break that a frame follows, of which no graph knows.
-
-        Its code is known if it is a frame's, and named if Dynamo leaves that to Python. This is for what has no frame:
-        an op at which Dynamo breaks, a function that the author has kept from it, one in C.
-        """
+        """Note whether Python has computed something at the break before a frame, by what has no frame of its own."""
         code = frame.f_code
         stack = [name for name in code.co_varnames[: code.co_argcount] if name.startswith("___stack")]
         if not stack or call.refused or code in self.outside:
@@ -186,7 +176,6 @@ class Frames:
         self.news.append(text)
 
     def _compiled(self, frame: Any, entry: Any, state: Any) -> Any:
-        """Return Dynamo's answer for a frame, after noting what it says."""
         made, code, call = self._answer(frame, entry, state), frame.f_code, current()
         if made.guarded_code is not None:
             self._graphs[code] += 1
@@ -261,14 +250,11 @@ class Frames:
         self.refused[code] = f"{_place(author)}: {cause}"
 
     def _can_compute(self, code: CodeType, reason: str | None, frame: Any) -> bool:
-        """Say whether a frame that is left to Python may compute something.
-
-        Of torch's own code a layer's forward may, and nothing of Python's library.
-        """
+        """Say whether a frame that is left to Python may compute something."""
         convert: Any = torch._dynamo.convert_frame
         if code.co_filename.startswith(_PYTHONS) and not code.co_filename.startswith(_INSTALLED):
             return False
-        if torch._dynamo.trace_rules.check(code):
+        if torch._dynamo.trace_rules.check(code):  # torch's own
             return code in self._forwards
         if reason is None:  # torch 2.11 gives none
             return bool(convert.has_tensor_in_frame(frame)) and code not in convert.output_codes
@@ -282,12 +268,6 @@ class Frames:
         return frozenset(code for code in codes if code is not None)
 
 
-def _asked_about() -> Any:
-    """Return Dynamo's strategy for code about which it calls back."""
-    types: Any = torch._dynamo.types
-    return types.FrameExecStrategy(types.FrameAction.DEFAULT, types.FrameAction.DEFAULT)
-
-
 def _codes_of(model: nn.Module) -> set[CodeType]:
     """Return the code of the methods of a model's classes that the author has not kept from Dynamo; torch's aside."""
     kinds = {kind for module in model.modules() for kind in type(module).__mro__}
@@ -299,14 +279,11 @@ def _codes_of(model: nn.Module) -> set[CodeType]:
 
 @contextlib.contextmanager
 def _tracing(settings: dict[str, Any]) -> Iterator[None]:
-    """Trace by these settings of Dynamo; where it traces recurrent layers, one time step of each stands for all.
-
-    Before an op's error is raised, torch logs its traceback, in each trace anew: the caller gets the error once.
-    """
+    """Trace by these settings of Dynamo; where it traces recurrent layers, one time step of each stands for all."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
     one_step = fakes_of_one_step() if settings.get("allow_rnn") else contextlib.nullcontext()
-    log.setLevel(logging.CRITICAL)
+    log.setLevel(logging.CRITICAL)  # torch logs the traceback of an op's error in each trace anew, before it is raised
     try:
         with dynamo_settings(settings), one_step:
             yield
@@ -315,10 +292,7 @@ def _tracing(settings: dict[str, Any]) -> Iterator[None]:
 
 
 def _left_to_python(*, with_all_inside: bool = False, always: bool = False) -> Any:
-    """Return Dynamo's answer for a frame that Python runs; except if `always`, the next one of its code is asked about.
-
-    What the frame calls is asked about, except `with_all_inside`.
-    """
+    """Return Dynamo's answer for a frame that Python runs: `always`, or until the next one, and `with_all_inside`."""
     types: Any = torch._dynamo.types
     inside = types.FrameAction.SKIP if with_all_inside else types.FrameAction.DEFAULT
     strategy = types.FrameExecStrategy(types.FrameAction.SKIP, inside)

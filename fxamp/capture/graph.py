@@ -38,45 +38,30 @@ from .state import TRAINED, State
 
 _OF_OBJECT = re.compile(r"^G\[|[\])]\.")
 _ATOM = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.([A-Za-z]\w*)")  # skips `_modules` and `_parameters`
+# An "attribute" is a tensor that the model holds otherwise; what crossed a graph break is an "argument" too; and of a
+# "number" Dynamo made a tensor.
 Kind = Literal["parameter", "buffer", "attribute", "argument", "size", "number"]
 
 
 @dataclass(frozen=True)
 class Input:
-    """One input of a graph.
-
-    Attributes:
-        kind: a "parameter" or "buffer" of the model; an "attribute": another tensor that it holds; an "argument", or
-            what crossed a graph break; a "size"; or a "number" that Dynamo made a tensor of.
-        path: of what the model holds: from the compiled module, else from the one whose code was captured.
-        value: a number of the model.
-        parameter: the identity of the parameter, of which torch refuses to swap one with a weak reference to it; None
-            where torch has put a stand-in there.
-    """
+    """One input of a graph."""
 
     kind: Kind
-    path: str = ""
-    value: Tensor | None = None
-    parameter: int | None = None
+    path: str = ""  # of what the model holds: from the compiled module, else from the one whose code was captured
+    value: Tensor | None = None  # a number of the model
+    parameter: int | None = None  # its identity, since torch swaps none with a weak reference; None for a stand-in
 
 
 @dataclass(frozen=True)
 class Described:
-    """A captured graph as the compiler takes it, before any pass: plans under other costs are made of it.
+    """A captured graph as the compiler takes it, before any pass: plans under other costs are made of it."""
 
-    Attributes:
-        graph: a copy, which no pass changes.
-        policy: with dtype and device filled in.
-        origins: of each node, and of those of the graphs inside, in order.
-        notes: what capture has to say, for the plan.
-        under_autocast: the graph is called under autocast.
-    """
-
-    graph: GraphModule
-    policy: Policy
-    origins: tuple[Origin, ...]
-    notes: tuple[str, ...]
-    under_autocast: bool
+    graph: GraphModule  # a copy, which no pass changes
+    policy: Policy  # with dtype and device filled in
+    origins: tuple[Origin, ...]  # of each node, and of those of the graphs inside, in order
+    notes: tuple[str, ...]  # what capture has to say, for the plan
+    under_autocast: bool  # the graph is called so
 
     @staticmethod
     def of(
@@ -97,39 +82,22 @@ class Described:
 
 @dataclass(frozen=True)
 class Graph:
-    """One graph.
+    """One graph."""
 
-    Attributes:
-        emitted: as the compiler emitted it; a copy, since inner backends change their graphs.
-        plan: what was decided, with module paths from the compiled module if that is known.
-        captured: as Dynamo captured it.
-        described: as the compiler took it.
-        inputs: what each input is.
-        state: what the model was in; that of training where something other than a module was compiled.
-        broke: where and why Dynamo ended the graph early, "" where it did not.
-        autocast: it was captured under autocast.
-        read: the places of the outputs from which others are computed.
-        own: the places of the outputs that are low, and whether they are low without autocast too.
-        number: its place among the graphs of its model, in the order of capture.
-        seconds: how long the inner backend took.
-        kept: what its compiler keeps for backward; None if it runs as it was emitted.
-        written: the places of the parameters that it writes, where it is one of several graphs of a call.
-    """
-
-    emitted: GraphModule
-    plan: Plan
-    captured: GraphModule
-    described: Described | None = None
+    emitted: GraphModule  # as the compiler emitted it; a copy, since inner backends change their graphs
+    plan: Plan  # with module paths from the compiled module if that is known
+    captured: GraphModule  # as Dynamo captured it
+    described: Described | None = None  # as the compiler took it
     inputs: tuple[Input, ...] = ()
-    state: State = TRAINED
-    broke: str = ""
-    autocast: bool = False
-    read: tuple[int, ...] = ()
-    own: Mapping[int, bool] = field(default_factory=dict)
-    number: int = 0
-    seconds: float = 0.0
-    kept: Any = None
-    written: tuple[int, ...] = ()
+    state: State = TRAINED  # what the model was in; this one where something other than a module was compiled
+    broke: str = ""  # where and why Dynamo ended the graph early
+    autocast: bool = False  # it was captured under autocast
+    read: tuple[int, ...] = ()  # the places of the outputs from which others are computed
+    own: Mapping[int, bool] = field(default_factory=dict)  # places of low outputs: are they low without autocast too?
+    number: int = 0  # its place among the graphs of its model, in the order of capture
+    seconds: float = 0.0  # that the inner backend took
+    kept: Any = None  # what its compiler keeps for backward; None if it runs as it was emitted
+    written: tuple[int, ...] = ()  # the places of the parameters that it writes, where it is one of several of a call
 
     def decided(self, policy: Policy | None, costs: CostModel | None) -> tuple[GraphModule, Plan]:
         """Return the graph and the plan of another policy, of the same dtype and device, under other costs."""
@@ -189,11 +157,7 @@ class Graph:
         return replace(self, inputs=tuple(one if p is None else replace(one, parameter=id(p)) for one, p in pairs))
 
     def at(self, values: Sequence[Any], names: Mapping[int, str]) -> Graph:
-        """Return the graph for the parameters that another call reads by it, with their paths where these are known.
-
-        Raises:
-            PolicyError: the policy asks for other colours in that module, by its path.
-        """
+        """Return the graph for the parameters that another call reads by it; PolicyError if overrides differ there."""
         known = any(given.parameter is not None for given in self.inputs)
         moved = [
             replace(one, path=names.get(id(v), one.path if known or one.kind != "parameter" else ""),
@@ -224,7 +188,8 @@ def inputs_of(gm: GraphModule, values: Sequence[Any], names: Mapping[int, str]) 
 
 def _input_of(node: Node, value: Any, names: Mapping[int, str]) -> Input:
     if isinstance(value, nn.Parameter):
-        path = names.get(id(value)) or parameter_path(node)
+        atoms = list(map("".join, _ATOM.findall(source_name(node))))
+        path = names.get(id(value)) or ".".join(atoms[1:])  # the first is the local variable that the module is in
         return Input("parameter", path, parameter=None if isinstance(value, FakeTensor) else id(value))
     if not isinstance(value, Tensor):
         return Input("size")
@@ -284,12 +249,6 @@ def is_held(placeholder: Node) -> bool:
     return _OF_OBJECT.search(source_name(placeholder)) is not None
 
 
-def parameter_path(placeholder: Node) -> str:
-    """Return the path of a parameter in the module whose forward Dynamo captured, "" if it is unknown."""
-    atoms = ["".join(found) for found in _ATOM.findall(source_name(placeholder))]
-    return ".".join(atoms[1:])  # the first is the local variable that the module is in
-
-
 def moved_to(decision: Decision, prefix: str = "", first: int = 0, before: str = "") -> Decision:
     """Return a decision with a prefix on its module path, in the place of another, and an offset on its number."""
 
@@ -304,14 +263,12 @@ def moved_to(decision: Decision, prefix: str = "", first: int = 0, before: str =
 
 
 def _prefixes(before: str, after: str) -> tuple[str, str]:
-    """Return what two paths begin with, up to the end that they share."""
     ends = zip(reversed(before), reversed(after), strict=False)
     same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], ends))
     return before[: len(before) - same], after[: len(after) - same]
 
 
 def _nodes(gm: GraphModule) -> Iterator[Node]:
-    """Yield the nodes of a graph, and of the graphs inside it."""
     for node in gm.graph.nodes:
         yield node
         inside = attribute_of(gm, str(node.target)) if node.op == "get_attr" else None
@@ -320,7 +277,6 @@ def _nodes(gm: GraphModule) -> Iterator[Node]:
 
 
 def _is_tensor(node: Node) -> bool:
-    """Say whether a value is a tensor, or holds one. A size is a value only if it is dynamic."""
     return any(isinstance(v, Tensor) for v in pytree.tree_leaves(node.meta.get("val")))
 
 

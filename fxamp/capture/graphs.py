@@ -28,36 +28,22 @@ logger = logging.getLogger(__name__)
 
 
 class Graphs(list[Graph]):
-    """The graphs of one model, in the order of capture, and what they are captured under.
-
-    Attributes:
-        asked: the policy that was asked for.
-        policy: the same, settled at the first call of a view.
-        device: the kind of device that a view's model runs on.
-        low: the low dtype.
-        replayed: the plan that is carried out, if there is one.
-        costs: what the cut is told that things cost; None for bytes.
-        ensure: raises for a graph that may not be captured, of which it is told whether it is all of a call.
-        notes: what capture and its check have to say, for the plan.
-        complete: all graphs of a view were captured, those after a graph break too.
-        said: the causes of the lines that were logged once.
-        lowered: the names of the parameters that forward itself makes low.
-        as_written: the states in which a view's model runs as its author wrote it, each with the reason.
-    """
+    """The graphs of one model, in the order of capture, and what they are captured under."""
 
     def __init__(self, asked: Policy | None = None, replayed: Plan | None = None) -> None:
         super().__init__()
-        self.asked = self.policy = asked or Policy()
-        self.device, self.low = "", torch.bfloat16
-        self.replayed = replayed
-        self.costs: CostModel | None = None
+        self.asked = self.policy = asked or Policy()  # the second is settled at the first call of a view
+        self.device, self.low = "", torch.bfloat16  # the kind of device that a view's model runs on, and the low dtype
+        self.replayed = replayed  # the plan that is carried out
+        self.costs: CostModel | None = None  # what the cut is told that things cost; None for bytes
+        # Raises for a graph that may not be captured, of which it is told whether it is all of a call.
         self.ensure: Callable[[Graph, bool], None] | None = None
         kept = () if replayed is None else replayed.notes
         self.notes = tuple(note for note in kept if note.startswith((Code.NOT_WORTH_CASTS.value, CERTIFICATE)))
-        self.complete = True
-        self.as_written: dict[State, str] = {}
-        self.lowered: set[str] = set()
-        self.said: set[str] = set()
+        self.complete = True  # all graphs of a view were captured, those after a graph break too
+        self.as_written: dict[State, str] = {}  # why a view's model runs as its author wrote it, by state
+        self.lowered: set[str] = set()  # the names of the parameters that forward itself makes low
+        self.said: set[str] = set()  # the causes of the lines that were logged once
 
     @property
     def restores(self) -> bool:
@@ -120,12 +106,8 @@ class Graphs(list[Graph]):
         return self.add(graph)
 
     def distinct(self) -> list[Graph]:
-        """Return the graphs, in order; of those that were captured repeatedly the last.
-
-        Of one code there are several if its numbers or sizes decided differently; those of an earlier policy are left
-        out.
-        """
-        once: dict[Any, dict[Any, Graph]] = {}
+        """Return the graphs, in order; of those that were captured repeatedly the last, under the last policy."""
+        once: dict[Any, dict[Any, Graph]] = {}  # of one code several, if its numbers or sizes decided differently
         for graph in self:
             of_code = once.setdefault((graph.state, str(graph.code)), {})
             if any(known.plan.policy != graph.plan.policy for known in of_code.values()):
@@ -153,11 +135,7 @@ def runner_of(module: object) -> Any:
 
 
 def graphs_of(module: nn.Module) -> list[Graph]:
-    """Return the graphs of a module compiled in place, or of a part of one, in order.
-
-    Raises:
-        CaptureError: nothing was captured.
-    """
+    """Return the graphs of a module compiled in place, or of a part of one, in order; CaptureError if there is none."""
     found: Graphs | None = COMPILED.get(_root(module))
     if not found:
         inside = {id(p) for p in module.parameters()}
@@ -205,10 +183,7 @@ def plan_of(module: nn.Module) -> Plan:
 
 
 def together(parts: Sequence[tuple[str, Plan]]) -> Plan:
-    """Return one plan for parts of a model, given as the prefix of the paths of each, such as "encoder.", and its plan.
-
-    Their graphs are numbered in order, and the policy is that of the first.
-    """
+    """Return one plan for parts of a model, each with the prefix of its paths; the policy is that of the first."""
     decisions: list[Decision] = []
     for prefix, plan in parts:
         first = max((d.graph for d in decisions), default=-1) + 1

@@ -76,7 +76,6 @@ class _Calls:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the plan, or say why not."""
         modes = [mode for mode in dispatch_modes() if not (ignores_compilers(mode) or mode.is_infra_mode())]
         if modes:
             mode = type(modes[-1]).__name__.lstrip("_")

@@ -20,11 +20,7 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def as_inputs(args: Any, kwargs: Any) -> Inputs | None:
-    """Return positional and keyword inputs; None when there are none.
-
-    Raises:
-        CaptureError: they are no tuple or list, or lone tensor, and no mapping.
-    """
+    """Return positional and keyword inputs, None when there are none; CaptureError for what can be neither."""
     if args is None and kwargs is None:
         return None
     if isinstance(args, torch.Tensor):
@@ -42,7 +38,6 @@ def as_inputs(args: Any, kwargs: Any) -> Inputs | None:
 
 
 def _instead(args: Any) -> str:
-    """Say what to write instead of what is no tuple."""
     if isinstance(args, Mapping):
         return "pass kwargs="
     if isinstance(args, Iterable):
@@ -70,13 +65,7 @@ def misplaced(model: nn.Module, inputs: Inputs) -> str:
 
 
 def resolve(policy: Policy, model: nn.Module, inputs: Any) -> Policy:
-    """Fill in the device (of the parameters, else of the inputs, else the CPU) and the low dtype.
-
-    The low dtype is the ambient autocast's, which is the device's default where there is none.
-
-    Raises:
-        PolicyError: fxamp has no op lists for the device.
-    """
+    """Fill in the device (of the parameters, else of the inputs, else the CPU) and the low dtype: autocast's."""
     device = policy.device or device_of(model, inputs)
     if device not in DEVICES:
         raise PolicyError(

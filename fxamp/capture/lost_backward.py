@@ -49,7 +49,6 @@ def refuse_lost_derivatives(gm: GraphModule) -> None:
 
 
 def _forwards(kind: type[torch.autograd.Function] = torch.autograd.Function) -> Iterator[CodeType]:
-    """Yield the code of `forward` of the Functions that there are."""
     each: type[torch.autograd.Function]
     for each in kind.__subclasses__():
         if (code := getattr(vars(each).get("forward"), "__func__", None)) is not None:

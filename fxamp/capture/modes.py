@@ -10,10 +10,7 @@ from passes.contract.devices import DEVICES
 
 
 class Modes:
-    """The grad mode and autocast of devices as they are now; as a context, put back where an error ends it.
-
-    Python handles a signal between any two calls, so also between these here: `restore` may be called again.
-    """
+    """The grad mode and autocast of devices as they are now; as a context, put back where an error ends it."""
 
     def __init__(self, devices: Iterable[str] = tuple(DEVICES)) -> None:
         self._grad = torch.is_grad_enabled()
@@ -33,10 +30,9 @@ class Modes:
             torch.clear_autocast_cache()
 
     def __enter__(self) -> None:
-        """Return nothing: they are as they were when it was made."""
+        pass
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """Restore them after an error."""
         if kind is None:
             return
         try:
@@ -45,7 +41,6 @@ class Modes:
             self.restore()  # a signal may have ended the first
 
 
-def _depth() -> int:
-    """Return how many regions of autocast are open: C code calls both functions, and handles no signal in between."""
+def _depth() -> int:  # of open regions of autocast: C code calls both functions, and handles no signal in between
     enter, leave = iter(torch.autocast_increment_nesting, None), iter(torch.autocast_decrement_nesting, None)
     return next(zip(enter, leave, strict=False))[1]

@@ -26,10 +26,7 @@ def leaving(value: Any) -> Any:
 
 
 def note_leaving(graph: Graph, origins: Origins) -> bool:
-    """Note which values that a graph makes leave the model, in the place of the calls that say so; say if any does.
-
-    A value that it was given, after a break, is left to `restored`: the graph may be called with another one.
-    """
+    """Note which values that a graph makes leave the model, in the place of the calls that say so; say if any does."""
     calls = graph.find_nodes(op="call_function", target=leaving)
     for node in calls:
         value: Any = node.args[0]
@@ -41,10 +38,7 @@ def note_leaving(graph: Graph, origins: Origins) -> bool:
 
 
 def holds_low(model: nn.Module) -> bool:
-    """Say whether a model has weights in 16 bits: then what is low without a trace to ask stays low.
-
-    Those that FSDP2 has gathered in 16 bits are not the model's own.
-    """
+    """Say whether a model has weights in 16 bits, but for those that FSDP2 gathers: what is low stays low then."""
     low = any(p.dtype in LOW_DTYPES for p in model.parameters())
     return low and not any(map(gathers, model.modules()))
 
@@ -61,7 +55,7 @@ def own_values(
     """Return what says whether a low value is low without autocast too, whose dtype is `low`.
 
     Graphs have said so of those `known`, by identity. Others are if the model has low weights, holds the value or was
-    called with it, or if it has the other low dtype. The model is searched for the first value that needs it.
+    called with it, or if it has the other low dtype.
     """
 
     @functools.cache
@@ -93,11 +87,8 @@ def restored(
     """Return outputs with low values cast to FP32, unless `is_own` says that they are low in the model itself.
 
     Of those in `read`, by identity, another output was computed in another graph: they are returned as they were read,
-    or a gradient by them would not reach them.
-
-    Containers other than tuples, lists, dicts and dataclasses are left unchanged, so a cache keeps low values.
-    An output that is returned twice stays one tensor: `made` maps the identity of each output to what was made of it,
-    and of one in `read` to itself.
+    or a gradient by them would not reach them. Containers other than tuples, lists, dicts and dataclasses are left
+    unchanged. An output that is returned twice stays one tensor, as `made` of it, by identity.
     """
     made = {} if made is None else made
     leaves, spec = pytree.tree_flatten(outputs, is_leaf=is_whole)

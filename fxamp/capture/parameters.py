@@ -79,7 +79,6 @@ def lowered_by_forward(model: nn.Module, low: Collection[str]) -> str:
 
 
 def _assignments(kind: type) -> Iterator[str]:
-    """Yield file and line of each assignment to `.data` in the methods of a class."""
     for code in (getattr(function, "__code__", None) for function in vars(kind).values()):
         line = 0
         for step in () if code is None else dis.get_instructions(code):
@@ -92,11 +91,7 @@ def refuse_low_parameters(
     named: Collection[tuple[str, Any]], training: bool, gathered: Callable[[], bool] = lambda: False,
     lowered: Collection[str] = (),
 ) -> tuple[str, ...]:  # fmt: skip
-    """Raise PolicyError where trainable FP16 or BF16 parameters would be trained; return notes for the plan elsewhere.
-
-    If FSDP2 `gathered` these values, the sharded parameters behind them may be FP32. Those that forward has `lowered`
-    are the author's.
-    """
+    """Raise PolicyError where low parameters are trained, but for those `lowered`; else return notes for the plan."""
     low = [(name, dtype) for name, dtype in low_parameters(named) if name not in lowered]
     if not low:
         return ()

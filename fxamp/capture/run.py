@@ -51,17 +51,9 @@ class Captured(BaseException):
 class GraphCall:
     """A graph that can be called, as Dynamo calls it.
 
-    Args:
-        graph: what is known of it.
-        gm: the module that was compiled.
-        run: what the compiler has made of it.
-        compile: compiles it once more, with further options and for given inputs.
-        inputs: the inputs that it was compiled for.
-        device: the kind of device whose autocast is off while it runs.
-        graphs: the store of its view; None for a model that is compiled in place, where each call finds it.
-        model: the view's.
-        whole: it has all of a call of the view.
-        more: gives further inputs, from the inputs of a call.
+    The compiler made `run` of `gm`, for `inputs`, and `compile` has it do so once more, with further options. The store
+    of its view is `graphs`; for a model that is compiled in place each call finds it. A graph that is `whole` has all
+    of a call of the view; `more` gives further inputs, from the inputs of a call.
     """
 
     __slots__ = (
@@ -79,7 +71,8 @@ class GraphCall:
         self._device, self._graphs, self._model, self._whole, self._more = device, graphs, model, whole, more
         self._first = next(iter(graph.places), -1)
         first = inputs[self._first] if graph.places else None
-        self._last = -1 if first is None or _on_twin() else id(first)  # torch swaps no tensor with a weak reference
+        twin = (call := current()) is not None and call.on_twin
+        self._last = -1 if first is None or twin else id(first)  # torch swaps no tensor with a weak reference
         self._seen = {self._last}
         self._parts = {
             i: v.dtype
@@ -144,12 +137,12 @@ class GraphCall:
         return outputs
 
     def _ran(self, args: tuple[Any, ...]) -> Any:
-        """Run what was emitted, and look at what came out."""
         gm, given = self._gm, args
         if self._more is not None and is_run_instead():
             gm = self.graph.emitted  # what runs instead sees casts of weights, and is not given them
         elif self._more is not None:
-            given = *args, *self._further(args)
+            with _NO_MODES if (watch := watching()) is None else watch.of_copies():
+                given = *args, *self._more(args)
         try:
             outputs = observed(self.graph, gm, self._by, self._run, given, self._compile)
         except Exception as e:
@@ -161,24 +154,14 @@ class GraphCall:
             self.graph.kept(args, outputs)
         return outputs
 
-    def _further(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        assert self._more is not None
-        watch = watching()
-        with _NO_MODES if watch is None else watch.of_copies():
-            return tuple(self._more(args))
-
     def _as_captured(self, args: tuple[Any, ...]) -> Any:
-        """Run what was captured, as the model runs, without autocast's cache."""
         policy, captured = self.graph.plan.policy, self.graph.captured
         low = policy.dtype if policy.level.rounds else None
         with torch.autocast(self._device, dtype=low, enabled=low is not None, cache_enabled=False):
             return captured(*args)
 
     def _in_fp32(self, args: tuple[Any, ...]) -> Any:
-        """Run what was captured in FP32, and cast what comes out as planned: for a kind of device that is absent.
-
-        A kernel of the present device may take other dtypes than one of that device.
-        """
+        """Run what was captured in FP32, and cast what comes out as planned, for a kind of device that is absent."""
         wide = [a.float() if isinstance(a, Tensor) and a.dtype in LOW_DTYPES else a for a in args]
         planned: Any = self.graph.emitted.graph.output_node().args[0]
         made = self.graph.captured(*wide)
@@ -189,32 +172,23 @@ class GraphCall:
         )
 
     def _meet(self, args: tuple[Any, ...]) -> None:
-        """Keep the graph for other parameters too, as Dynamo runs it for any module of the same code.
-
-        Raises:
-            PolicyError: the policy asks for other colours in that module, by its path.
-        """
+        """Keep the graph for other parameters too, as Dynamo runs it for any module of the same code."""
         first, call = args[self._first], current()
         if call is not None and call.on_twin:
-            self._meet_on_twin(call, args)
+            # On a copy of the view's model, which is only captured, it is kept for the layer that it runs for.
+            found = None if self._whole or call.does == "compare" else scope()
+            if found is not None and self._graphs is not None and id(first) in found.names:
+                call.ran.append(self._graphs.rebind(self.graph.at(args, found.names).of(self._model)).number)
             return
         if id(first) not in self._seen:
             found = scope()
             names = found.names if found is not None else {}
             if self._graphs is None or id(first) in names:  # else as `functional_call` swaps them
-                moved = self.graph.at(args, names)
                 graphs = compiled_in_place(args, found) if self._graphs is None else self._graphs
-                kept = graphs.rebind(moved)
-                if kept.number == self.graph.number:
-                    self.graph = kept
+                kept = graphs.rebind(self.graph.at(args, names))
+                self.graph = kept if kept.number == self.graph.number else self.graph
         self._last = id(first)
         self._seen.add(self._last)
-
-    def _meet_on_twin(self, call: Call, args: tuple[Any, ...]) -> None:
-        """Keep the graph for the layer that it runs for on a copy of the view's model, which is only captured."""
-        found = None if self._whole or call.does == "compare" else scope()
-        if found is not None and self._graphs is not None and id(args[self._first]) in found.names:
-            call.ran.append(self._graphs.rebind(self.graph.at(args, found.names).of(self._model)).number)
 
     def _note(self, call: Call, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Note what crosses a break: low values that something was computed from, and which are the model's own."""
@@ -225,12 +199,6 @@ class GraphCall:
                 call.read[id(value)] = value
         for i, low in own:
             call.own[id(outputs[i])] = outputs[i], low
-
-
-def _on_twin() -> bool:
-    """Say whether the call under way is one of a copy of a view's model."""
-    call = current()
-    return call is not None and call.on_twin
 
 
 def _read_inputs(graph: Graph, inputs: Sequence[Any]) -> tuple[int, ...]:
@@ -249,7 +217,6 @@ def _is_read(value: Node) -> bool:
 
 @contextlib.contextmanager
 def _modes_of(call: Call) -> Iterator[None]:
-    """Run with the dispatch modes on that were on when a view was called."""
     modes, call.modes = call.modes, []
     for mode in modes:
         push_mode(mode)
@@ -265,10 +232,7 @@ _NO_MODES: Any = contextlib.nullcontext()
 
 
 def name_the_op(error: Exception) -> None:
-    """Give the error of a graph a note, if an op that is given 16 bits, and may have no kernel for them, has raised it.
-
-    The error stays the user's: its type and its words. Python 3.10 has no notes; there it is a line in the log.
-    """
+    """Give the error of a graph a note, if an op that is given 16 bits, and may have no kernel for them, raised it."""
     node = _raised_by(error.__traceback__)
     if node is None or (row_of(node).known and _NO_KERNEL.search(str(error)) is None):
         return
@@ -328,16 +292,11 @@ class UnderflowWatch:
 
 
 class Kept:
-    """Measures once what one compiled graph keeps for backward, where a partitioner decides what is recomputed.
-
-    Attributes:
-        by: the name of the compiler.
-        bytes: size of the storages that it kept, parameters excluded; None if no call with gradients was seen.
-    """
+    """Measures once what one compiled graph keeps for backward, where a partitioner decides what is recomputed."""
 
     def __init__(self, by: object) -> None:
-        self.by = by if isinstance(by, str) else str(getattr(by, "__name__", type(by).__name__))
-        self.bytes: int | None = None
+        self.by = by if isinstance(by, str) else str(getattr(by, "__name__", type(by).__name__))  # the compiler's name
+        self.bytes: int | None = None  # of storages, parameters excluded; None if no call with gradients was seen
         self._done = False
 
     def __call__(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:

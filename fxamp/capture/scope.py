@@ -24,23 +24,14 @@ from .call import current
 
 @dataclass(frozen=True)
 class Scope:
-    """The module that was compiled, and the one in it whose forward is being captured.
+    """The module that was compiled, and the one in it whose forward is being captured."""
 
-    Attributes:
-        root: the compiled module.
-        modules: paths in it, by identity as Dynamo writes it.
-        names: paths of parameters, buffers and tensors in plain attributes, by identity.
-        inside: the modules around the code being captured: path and type, from the root to the innermost.
-        given: the leaves of the inputs of the compiled module.
-        called: what was called: the root, or what torch.compile has wrapped it in; None of a view.
-    """
-
-    root: nn.Module
-    modules: dict[str, str]
-    names: dict[int, str]
-    inside: tuple[tuple[str, type], ...]
-    given: tuple[Any, ...] = ()
-    called: nn.Module | None = None
+    root: nn.Module  # that was compiled
+    modules: dict[str, str]  # paths in it, by identity as Dynamo writes it
+    names: dict[int, str]  # paths of parameters, buffers and tensors in plain attributes, by identity
+    inside: tuple[tuple[str, type], ...]  # the modules around the code: path and type, from the root to the innermost
+    given: tuple[Any, ...] = ()  # the leaves of the inputs of the root
+    called: nn.Module | None = None  # the root, or what torch.compile has wrapped it in; None of a view
 
     def stack(self, node: Node) -> dict[str, tuple[str, Any]]:
         """Return the modules that a node was made in, in the form of `nn_module_stack`."""
@@ -92,19 +83,14 @@ def stays_spread(model: nn.Module) -> bool:
 
 
 def gathers(module: object) -> bool:
-    """Say whether FSDP2 gathers the parameters of a model for its calls, which it may do in a dtype of its own.
-
-    Of a view it has changed the class, and not that of its model, which shares the hooks.
-    """
+    """Say whether FSDP2 gathers the parameters of a model for its calls, which it may do in a dtype of its own."""
+    # Of a view it has changed the class, and not that of its model, which shares the hooks.
     hooks = vars(module)["_forward_pre_hooks"].values() if isinstance(module, nn.Module) else ()
     return is_sharded(module) or any("fsdp" in str(getattr(hook, "__module__", "")) for hook in hooks)
 
 
 def _running() -> tuple[list[nn.Module], tuple[Any, ...], nn.Module | None]:
-    """Return the modules being called, innermost first, up to the compiled one, the inputs of that one, and its call's.
-
-    There are none if no compiled module is being called.
-    """
+    """Return the modules being called, innermost first, up to a compiled one, its inputs, and what is called."""
     found: list[nn.Module] = []
     parts: list[nn.Module] = []  # GraphModules: mostly made by torch.compile, rarely compiled by a user
     frame: FrameType | None = sys._getframe(1)

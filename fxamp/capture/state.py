@@ -14,17 +14,11 @@ _GRAD = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch
 
 @dataclass(frozen=True)
 class State:
-    """What a graph was captured in.
+    """What a graph was captured in."""
 
-    Attributes:
-        method: the method that is captured, "" for a call.
-        training: whether the model is in train mode.
-        grad: "grad", "no_grad" or "inference".
-    """
-
-    method: str
+    method: str  # that is captured, "" for a call
     training: bool
-    grad: str
+    grad: str  # "grad", "no_grad" or "inference"
 
     def __str__(self) -> str:
         return f"{self.method}{': ' if self.method else ''}{'train' if self.training else 'eval'}, {self.grad}"

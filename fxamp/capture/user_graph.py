@@ -40,7 +40,7 @@ from passes.contract.plan_format import REMEDY
 from passes.contract.policy import Policy
 from passes.graph.bodies import origins_of
 from passes.graph.grad import SWITCHES
-from passes.graph.notes import Origin, Origins, is_inserted
+from passes.graph.notes import Origins, is_inserted
 from passes.legalize.inline import copy_body, put_in_place
 from passes.ops import ops
 from passes.ops.rules import row_of
@@ -80,7 +80,9 @@ def convert_graph(
     named = dict(made.named_parameters())
     notes = (*refuse_low_parameters(named.items(), made.training), *opaque_parameters(named.items()))
     attribute = functools.partial(attribute_of, made)
-    origins = _origins(made.graph, attribute)
+    origins = Origins(origins_of(made.graph, attribute))  # what an earlier conversion knew
+    for node, region in regions_of(made.graph.nodes, None).items():
+        origins.add(node, region=region)
     plan = compile_graph(
         made.graph, settled, attribute, origins, capture="graph", notes=notes, plan=replayed, costs=costs
     )
@@ -141,16 +143,7 @@ def _copied(given: GraphModule | ExportedProgram) -> GraphModule:
     return made
 
 
-def _origins(graph: Graph, attribute: Callable[[str], Any]) -> Mapping[Node, Origin]:
-    """Return what is known of the nodes of a graph: the regions of autocast, and what an earlier conversion knew."""
-    origins = Origins(origins_of(graph, attribute))
-    for node, region in regions_of(graph.nodes, None).items():
-        origins.add(node, region=region)
-    return origins
-
-
 def _refuse_unwritable(given: ExportedProgram) -> None:
-    """Raise CaptureError for a name that torch writes wrongly into the code of what it makes of an exported program."""
     for path in (*given.state_dict, *given.constants):
         if not all(map(is_writable, path.split("."))):
             raise CaptureError(
@@ -172,7 +165,6 @@ def inline_regions(gm: GraphModule) -> None:
 
 
 def _inline(gm: GraphModule, node: Node) -> list[Node]:
-    """Replace one region by its body; return the nodes of that."""
     at = next(i for i, a in enumerate(node.args) if isinstance(a, Node))
     settings, holder, operands = node.args[:at], node.args[at], list(node.args[at + 1 :])
     assert isinstance(holder, Node)
@@ -196,7 +188,6 @@ def _inline(gm: GraphModule, node: Node) -> list[Node]:
 
 
 def _held(gm: GraphModule, name: str, value: Any) -> str:
-    """Keep what a body holds as an attribute of its graph; return the name, which is a new one."""
     name = name.replace(".", "_")
     while getattr(gm, name, value) is not value:
         name += "_"
@@ -205,7 +196,6 @@ def _held(gm: GraphModule, name: str, value: Any) -> str:
 
 
 def _check_sizes_first(made: GraphModule, program: ExportedProgram) -> None:
-    """Refuse inputs of other sizes or dtypes than the program was exported for, before all else."""
     places = [n for n in made.graph.find_nodes(op="placeholder") if isinstance(n.meta.get("val"), torch.Tensor)]
     sizes = tuple(tuple(s if isinstance(s, int) else str(s) for s in n.meta["val"].shape) for n in places)
     varying = {s for shape in sizes for s in shape if isinstance(s, str)}
@@ -242,10 +232,7 @@ class _Through(Tracer):
 
 
 def _inline_modules(made: GraphModule) -> None:
-    """Replace calls of modules of torch.nn by the functions that they call, in place.
-
-    A module that cannot be traced, such as an LSTM, stays whole.
-    """
+    """Replace calls of modules of torch.nn by the functions that they call, in place, but for those like an LSTM."""
     for node in made.graph.find_nodes(op="call_module"):
         path, module = str(node.target), made.get_submodule(str(node.target))
         stack = {**(node.meta.get("nn_module_stack") or {}), path: (path, type(module))}
@@ -272,7 +259,6 @@ def _inline_modules(made: GraphModule) -> None:
 
 
 def _body_of(module: nn.Module, known: Mapping[str, Any]) -> Graph | None:
-    """Return the graph of a module of torch.nn; None for one that cannot be traced, or is not of torch.nn."""
     if not type(module).__module__.startswith("torch.nn.modules") or not runs_its_forward_alone(module):
         return None
     if isinstance(module, BatchNorm):
@@ -287,11 +273,7 @@ def _body_of(module: nn.Module, known: Mapping[str, Any]) -> Graph | None:
 
 
 def _fill(made: GraphModule, inputs: Inputs | None) -> None:
-    """Give shapes and dtypes to values that have none, by running the graph on fake tensors.
-
-    Raises:
-        CaptureError: they are needed, and there are no inputs; or the graph rejects the inputs.
-    """
+    """Give shapes and dtypes to values that have none, by running the graph on fake tensors."""
     nodes = [n for n in made.graph.nodes if n.op != "output"]
     for node in nodes:
         if "val" not in node.meta and "example_value" in node.meta:
@@ -321,8 +303,7 @@ def _fill(made: GraphModule, inputs: Inputs | None) -> None:
             raise CaptureError(f"the graph rejects the example inputs: {in_short(e)}") from e
 
 
-def _gives_value(node: Node) -> bool:
-    """Say whether a node has a result, which a switch of a mode and an assertion have not."""
+def _gives_value(node: Node) -> bool:  # a switch of a mode and an assertion do not
     schema = ops.schema_of(node)
     return node.target not in SWITCHES and (schema is None or bool(schema.returns))
 
@@ -353,11 +334,7 @@ class _Propagation(FakeTensorProp):
 
 
 def flat_inputs(made: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the inputs of a graph, one for each placeholder, as it flattens those of a call.
-
-    Raises:
-        CaptureError: they do not fit.
-    """
+    """Return the inputs of a graph, one for each placeholder, of those of a call; CaptureError if they do not fit."""
     codegen: Any = codegen_of(made.graph)
     if type(codegen) is CodeGen:
         return _bound(made, args, kwargs)
@@ -365,7 +342,6 @@ def flat_inputs(made: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _bound(made: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the inputs in the order of a graph's placeholders."""
     places = made.graph.find_nodes(op="placeholder")
     rest = list(places[len(args) :])
     names = {str(n.target) for n in rest}

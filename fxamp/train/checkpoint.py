@@ -18,7 +18,7 @@ from ..view.switch import switch_back, switch_views
 from .course import Course
 from .options import choose_scaler, compile_anew, low_dtype_of
 from .scaler import require_scale
-from .window import close_window, open_window, parameters, window_of
+from .window import Window, close_window, open_window, parameters
 
 if TYPE_CHECKING:
     from .step import TrainStep
@@ -31,7 +31,7 @@ MAY_DIFFER = ("policy", "max_grad_norm", "accumulate_steps")  # where it is allo
 def state_of(step: TrainStep) -> dict[str, Any]:
     """Return the state of a step, of plain values and tensors."""
     step.course.refuse_torn()
-    window = step.opened or window_of(step)
+    window = step.opened or Window(step)
     return {
         **course_of(step),
         "model": step.model.state_dict(),
@@ -86,16 +86,9 @@ def course_of(step: TrainStep) -> dict[str, Any]:
 def load_course(
     step: TrainStep, state: Mapping[str, Any], optimizers: Sequence[dict[str, Any]], random: Sequence[Any]
 ) -> None:
-    """Load the state that `course_of` returned, and those of optimizers and random numbers, and close the window.
+    """Load the state that `course_of` returned, and close the window; if something does not fit, nothing changes.
 
-    Args:
-        step: The step.
-        state: The state.
-        optimizers: The states of its optimizers.
-        random: States of random numbers, of which the last holds; with none they stay as they are.
-
-    Raises:
-        PolicyError: Something in it does not fit. Nothing changed.
+    `optimizers` are the states of those, and `random` states of random numbers, of which the last holds.
     """
     course = Course(state)
     with _restored_on_error(step):
@@ -125,7 +118,6 @@ def load_course(
 
 @contextlib.contextmanager
 def _restored_on_error(step: TrainStep) -> Iterator[None]:
-    """Put optimizers, schedulers, scaler and random states back where a part of a state turns out not to fit."""
     parts: list[Any] = [*step.optimizers, *step.schedulers]
     attributes = [dict(vars(part)) for part in parts]  # what loads a state replaces them
     schedulers, scaling = copy.deepcopy(([s.state_dict() for s in step.schedulers], step.scaler.state_dict()))
@@ -146,20 +138,17 @@ def _restored_on_error(step: TrainStep) -> Iterator[None]:
         raise
 
 
-@contextlib.contextmanager
-def _as_policy_error() -> Iterator[None]:
-    """Turn what a state of another structure raises into a PolicyError: it may hold anything in place of a number."""
+def load(step: TrainStep, state: Mapping[str, Any], allow: Sequence[str] = ()) -> None:
+    """Load a state into a step, whose settings in `allow` may differ. If it does not fit, nothing changes."""
     try:
-        yield
+        _load(step, state, allow)
     except FxampError:
         raise
-    except Exception as error:
+    except Exception as error:  # a state of another structure may hold anything in place of a number
         raise PolicyError(f"a part of the state does not fit this step: {in_short(error)}") from error
 
 
-@_as_policy_error()
-def load(step: TrainStep, state: Mapping[str, Any], allow: Sequence[str] = ()) -> None:
-    """Load a state into a step, whose settings in `allow` may differ. If it does not fit, nothing changes."""
+def _load(step: TrainStep, state: Mapping[str, Any], allow: Sequence[str]) -> None:
     _refuse_another_state(step, state, allow)
     load_course(step, state, state["optimizers"], [state["rng"]])
     step.model.load_state_dict(state["model"])
@@ -178,7 +167,6 @@ def load(step: TrainStep, state: Mapping[str, Any], allow: Sequence[str] = ()) -
 
 
 def _refuse_another_state(step: TrainStep, state: Mapping[str, Any], allow: Sequence[str]) -> None:
-    """Raise PolicyError for what is not the state of such a step."""
     if not isinstance(state, Mapping):
         raise PolicyError(f"not the state of a TrainStep, but a {type(state).__name__}")
     missing = sorted(set(_KEYS) - set(state))
@@ -196,7 +184,6 @@ def _refuse_another_state(step: TrainStep, state: Mapping[str, Any], allow: Sequ
 
 
 def _refuse_another_window(step: TrainStep, state: Mapping[str, Any]) -> None:
-    """Raise an error for a window that could not be opened as it was saved."""
     if state["given_scale"] is not None:
         require_scale("the scale of the state's window", state["given_scale"])
     if state.get("kept") is not None:
@@ -204,7 +191,7 @@ def _refuse_another_window(step: TrainStep, state: Mapping[str, Any]) -> None:
             'the state was saved within a window of on_overflow="skip_microbatch", which this version does not have: '
             "save it at the end of a window"
         )
-    window = window_of(step, state["given_scale"])
+    window = Window(step, state["given_scale"])
     window.load(state)
     _ = window.share  # which reads the weights
 
@@ -249,7 +236,6 @@ def _refuse_another_model(step: TrainStep, state: Mapping[str, Any]) -> None:
 def _refuse_other_tensors(
     what: str, ours: Mapping[str, Any], theirs: Mapping[str, Any], *, sparse: bool = False
 ) -> None:
-    """Raise PolicyError where one tensor cannot be copied to another of the same name; some may be sparse."""
     for name in (*ours, *theirs):
         here, there = (_form(values.get(name), sparse) for values in (ours, theirs))
         if here != there:
@@ -257,7 +243,6 @@ def _refuse_other_tensors(
 
 
 def _form(value: Any, sparse: bool) -> Any:
-    """Return what two tensors have to have alike so that one can be copied to the other."""
     if not isinstance(value, Tensor):
         return value is not None
     return value.shape, value.is_meta, value.is_quantized, sparse or value.layout

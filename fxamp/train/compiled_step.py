@@ -12,7 +12,7 @@ whose gradients stay in 16 bits until the second graph reads them. Where that ca
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -36,8 +36,7 @@ from ..view.runner import Runner
 from ..view.traced import convert_views, traced
 from ..view.view import is_view, runner_of
 from .compiled_update import Compiled, CompiledUpdate
-from .compiler import CompileSettings, Region
-from .traced import Traced
+from .compiler import CompileSettings, Counted, Region
 from .weights import WeightCasts
 from .window import LossFunction, loss_of
 
@@ -69,11 +68,6 @@ def _loss_and_output(model: nn.Module, loss_fn: LossFunction | None, inputs: Any
     return loss, pytree.tree_map_only(Tensor, _kept, output)
 
 
-def _its_own_loss(output: Any) -> dict[str, Tensor]:
-    """Return what is left of a model's output where its loss alone is read: the rest is not cast, nor handed on."""
-    return {"loss": workload.loss_of(output, None, None)[0]}
-
-
 def _kept(value: Tensor) -> Tensor:
     """Return an output of the model without its gradient; in a graph this marks it."""
     return value.detach()
@@ -83,11 +77,7 @@ torch.compiler.allow_in_graph(_kept)
 
 
 class CompiledStep:
-    """The compiled parts of a TrainStep, with counts of their graphs: `loss` is that of model and loss.
-
-    `output` says what is kept of the model's output, detached: None for nothing, "low" for what was computed, "full"
-    for its dtypes in the model itself.
-    """
+    """The compiled parts of a TrainStep, with counts of their graphs: `loss` is that of model and loss."""
 
     def __init__(
         self, settings: CompileSettings, model: nn.Module, weights: WeightCasts, output: Output | None = None,
@@ -131,7 +121,7 @@ class CompiledStep:
         return None if loss is None or update is None else loss + update
 
     @property
-    def regions(self) -> tuple[Region, Traced]:
+    def regions(self) -> tuple[Counted, ...]:
         """All compiled functions."""
         return self.loss, self.update.region
 
@@ -165,7 +155,7 @@ class CompiledStep:
     def after_backward(self, last: bool) -> None:
         """Add the gradients of a micro-batch up at the weights, unless the update reads them: those of the `last`."""
         self.loss.kernels.after_backward()
-        self.update.region.kernels.begin()
+        self.update.region.kernels.ran.clear()
         if not last:
             self.leaves.arrive(self.update.add)
 
@@ -178,17 +168,16 @@ class CompiledStep:
         with contextlib.ExitStack() as stack:
             for runner in self._inlined:
                 stack.callback(setattr, runner, "override", None)
-                key = runner, runner.graphs.device, loss_fn is None and self._reads_the_loss_alone(runner)
+                # Where the loss that the model computes is all that is read of its output, the rest is not cast.
+                alone = loss_fn is None and self.output is None and is_view(self._model)
+                key = runner, runner.graphs.device, alone and runner_of(self._model) is runner
                 if key not in self._traced:
-                    self._traced[key] = traced(runner, _its_own_loss if key[2] else None)
+                    reads = (lambda output: {"loss": workload.loss_of(output, None, None)[0]}) if key[2] else None
+                    self._traced[key] = traced(runner, reads)
                 runner.override = self._traced[key]
                 if torch.is_autocast_enabled(runner.graphs.device):
                     stack.enter_context(torch.autocast(runner.graphs.device, enabled=False))
             yield
-
-    def _reads_the_loss_alone(self, runner: Runner) -> bool:
-        """Say whether of a view the loss that it computes is all that is read: it is the model; hooks are inside."""
-        return self.output is None and is_view(self._model) and runner_of(self._model) is runner
 
     def _compile(self, gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """Convert the views in a graph, lift casts of weights out of it, and compile it."""
@@ -215,24 +204,20 @@ class CompiledStep:
             compiled: Callable[..., Any] = more.run()(copied(emitted), given)
             return compiled
 
-        devices = list({runner.graphs.device for runner in self._inlined})
+        devices, weights = list({runner.graphs.device for runner in self._inlined}), self._weights
 
         def call(*args: Any) -> Any:
             with no_autocast(devices):  # after a break inside a view, Python is in its region
-                low = self._low(lifted, args)
+                if self.leaves.reason:
+                    low = lifted_inputs(lifted, lambda: weights.copies if weights.is_open else None, args, whole=True)
+                else:
+                    low = self.leaves.all_of(lifted, args)
                 return observed(planned, emitted, by, made, (*args, *low), again)
 
         return call
 
-    def _low(self, lifted: Sequence[Lifted], args: Sequence[Any]) -> list[Tensor]:
-        """Return the low copies that a graph reads."""
-        if not self.leaves.reason:
-            return self.leaves.all_of(lifted, args)
-        return lifted_inputs(lifted, lambda: self._weights.copies if self._weights.is_open else None, args, whole=True)
-
 
 def _without(part: Part, lifted: GraphModule) -> Part:
-    """Return a part of a graph, some of whose casts have become inputs."""
     assert part.names is not None
     here = {n.name for n in lifted.graph.nodes}
     return replace(

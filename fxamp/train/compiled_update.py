@@ -10,6 +10,7 @@ which a graph would not show, are not compiled, nor is the first step, which mak
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections import defaultdict
@@ -35,22 +36,13 @@ Compiled = Literal["compiled"]
 
 
 class CompiledUpdate:
-    """Steps optimizers with compiled code.
-
-    Args:
-        settings: The compiler.
-        leaves: The low copies of weights, whose gradients it reads and which it writes.
-        asked: Whether "compiled" was asked for, of fused optimizers too.
-
-    Attributes:
-        eager: Why the last window ran uncompiled, "" if it did not.
-    """
+    """Steps optimizers with compiled code, which reads gradients of low copies of weights, and writes the copies."""
 
     def __init__(self, settings: CompileSettings, leaves: Leaves, asked: Compiled | None = None) -> None:
         if settings.backend == "inductor":  # whose scheduler fails on some foreach kernels that it reorders for a GPU
             settings = replace(settings, options={"loop_ordering_after_fusion": False, **settings.options})
         self.region, self.asked = Traced("unscale, clip and step", settings), asked
-        self.eager = ""
+        self.eager = ""  # why the last window ran uncompiled
         self._leaves = leaves
         self._rates: dict[tuple[int, int], tuple[Any, Tensor]] = {}  # by optimizer and group: a number, and its tensor
         self._constants: list[dict[str, Any]] = []  # the numbers of each group that are constants of the graph
@@ -75,7 +67,7 @@ class CompiledUpdate:
         if name := self._changing(end.optimizers):
             region.fallbacks.append(f"'{name}' changes from step to step, so that every step would compile again")
             return region.fallbacks[-1]
-        return "" if all(has_state(o, self._stepped(o)) for o in end.optimizers) else _NO_STATE
+        return "" if all(has_state(o, self.stepped(o)) for o in end.optimizers) else _NO_STATE
 
     def _changing(self, optimizers: Sequence[Optimizer]) -> str:
         """Return which number that is a constant of the graph has changed for the second time, "" where none has."""
@@ -88,11 +80,8 @@ class CompiledUpdate:
         self._changes += bool(changed)
         return changed[0] if changed and self._changes > 1 else ""
 
-    def has_gradients(self, optimizer: Optimizer) -> bool:
-        """Say whether a weight of an optimizer has a gradient, or a low copy of it."""
-        return bool(self._stepped(optimizer))
-
-    def _stepped(self, optimizer: Optimizer) -> list[Tensor]:
+    def stepped(self, optimizer: Optimizer) -> list[Tensor]:
+        """Return the weights of an optimizer that have gradients, or whose low copies have."""
         params = parameters(optimizer)
         low = self._leaves.of_masters(params)
         return [
@@ -101,23 +90,22 @@ class CompiledUpdate:
         ]  # fmt: skip
 
     def __call__(self, end: AtEnd, ran: bool) -> Update:
-        """Let optimizers step, and update the scale: uncompiled, as `take_step` does, where `eager` then says why.
-
-        `ran` says whether the last micro-batch ran compiled.
-        """
+        """Let optimizers step, and update the scale; uncompiled for a reason, such as that no graph `ran` before."""
         self.eager = self._why_not(end, ran)
         if self.eager:
-            return self._as_it_is(end)
+            self._leaves.arrive()
+            return take_step(end)
         if end.max_grad_norm is not None:
             self._leaves.arrive(where_both=True)  # the norm is that of sums
-        work = [_Work.of(o, self._stepped(o), self._leaves) for o in end.optimizers]
+        work = [_Work.of(o, self.stepped(o), self._leaves) for o in end.optimizers]
         founds, norm, factors = _look(end, work)
         stepping = [(each, found) for each, found in zip(work, founds, strict=True) if found is not True]
         try:
             steps = [self._step(i, each, factors, found) for i, (each, found) in enumerate(stepping)]
         except NotTraced as reason:
             self.eager = str(reason)
-            return self._as_it_is(end)
+            self._leaves.arrive()
+            return take_step(end)
         end.begins()
         for step, (each, _) in zip(steps, stepping, strict=True):
             step()
@@ -132,10 +120,6 @@ class CompiledUpdate:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # which a scheduler asks for
         update_scale(end.scaler)
         return Update(held_back, norm)
-
-    def _as_it_is(self, end: AtEnd) -> Update:
-        self._leaves.arrive()
-        return take_step(end)
 
     def add(self, to: list[Tensor], gradients: list[Tensor]) -> None:
         """Add gradients of 16 bits to others, in one kernel where the backend makes kernels."""
@@ -156,7 +140,6 @@ class CompiledUpdate:
     def _step(
         self, index: int, work: _Work, factors: Sequence[Tensor], held: bool | Tensor | None
     ) -> Callable[[], object]:
-        """Return what steps an optimizer, unless a flag on the device holds it back."""
         rates = [self._rate(index, group, g) for group, g in enumerate(work.optimizer.param_groups) if "lr" in g]
         inputs = _Inputs(
             work.params, work.full, work.low, work.copies, work.states(), rates, list(factors),
@@ -168,7 +151,6 @@ class CompiledUpdate:
         return self.region.graph_of(form, ways, [t for each in inputs for t in each])
 
     def _rate(self, optimizer: int, index: int, group: dict[str, Any]) -> Tensor:
-        """Return the learning rate of a group as a tensor, with which `foreach` takes only capturable optimizers."""
         rate = group["lr"]
         if isinstance(rate, Tensor):
             return rate
@@ -198,22 +180,16 @@ class _Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class _Work:
-    """The step of one optimizer: the weights that have gradients, with these.
-
-    Attributes:
-        full: The gradients at the weights; `low`, those of their low copies.
-        has_full: Which weights have the first; `lows`, how many of the second each has.
-        copies: The low copies of these weights, of which each has `copied`.
-    """
+    """The step of one optimizer: the weights that have gradients, with these."""
 
     optimizer: Optimizer
     params: list[Tensor]
-    full: list[Tensor]
-    low: list[Tensor]
-    copies: list[Tensor]
-    has_full: tuple[bool, ...]
-    lows: tuple[int, ...]
-    copied: tuple[int, ...]
+    full: list[Tensor]  # the gradients at the weights
+    low: list[Tensor]  # those of their low copies
+    copies: list[Tensor]  # the low copies of these weights
+    has_full: tuple[bool, ...]  # which weights have a gradient of their own,
+    lows: tuple[int, ...]  # how many each has of low copies,
+    copied: tuple[int, ...]  # and how many of these
 
     @classmethod
     def of(cls, optimizer: Optimizer, params: list[Tensor], leaves: Leaves) -> _Work:
@@ -224,11 +200,6 @@ class _Work:
             [copy for each in copies for copy in each], tuple(p.grad is not None for p in params),
             tuple(map(len, low)), tuple(map(len, copies)),
         )  # fmt: skip
-
-    @property
-    def gradients(self) -> list[Tensor]:
-        """All of them."""
-        return self.full + self.low
 
     @property
     def form(self) -> tuple[Any, ...]:
@@ -256,7 +227,6 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _constants_of(optimizer: Optimizer) -> tuple[Any, ...]:
-    """Return what a graph of its step depends on: the weights of each group, and its numbers but for the rate."""
     kinds = (int, float, tuple, type(None))
     return tuple(
         (*map(id, g["params"]), *((k, v) for k, v in g.items() if isinstance(v, kinds) and k != "lr"))
@@ -265,10 +235,9 @@ def _constants_of(optimizer: Optimizer) -> tuple[Any, ...]:
 
 
 class _Step:
-    """The function that is traced: one optimizer's step, over tensors in the place of its weights and states.
+    """The function that is traced: one optimizer's step, over tensors in the place of its weights and states."""
 
-    It takes all weights `together`, or as the optimizer does; some of these take the rate as a number then.
-    """
+    # It takes all weights `together`, or as the optimizer does; some of these take the rate as a number then.
 
     def __init__(self, work: _Work, lengths: Sequence[int], together: bool) -> None:
         self._work, self._lengths, self._together = work, lengths, together
@@ -291,7 +260,6 @@ class _Step:
         return ()
 
     def _gradients(self, t: _Inputs) -> Iterator[Tensor]:
-        """Yield the gradient of each weight: the sum of its parts, unscaled and clipped."""
         full, low = iter(t.full), iter(t.low)
         for p, has_full, count in zip(t.params, self._work.has_full, self._work.lows, strict=True):
             parts = [next(full) for _ in range(has_full)] + [next(low).to(p.dtype) for _ in range(count)]
@@ -303,36 +271,33 @@ class _Step:
             yield total.clone() if total is parts[0] and has_full else total
 
 
-class _swapped:  # noqa: N801 - a context
+@contextlib.contextmanager
+def _swapped(work: _Work, t: _Inputs, together: bool) -> Iterator[None]:
     """Inside, an optimizer has other tensors in the place of weights, states and learning rates."""
-
-    def __init__(self, work: _Work, t: _Inputs, together: bool) -> None:
-        self._optimizer = work.optimizer
-        place = {id(p): i for i, p in enumerate(work.params)}
-        rates, states = iter(t.rates), iter(t.states)
-        self._groups = [
-            {
-                **group, **({"lr": next(rates)} if "lr" in group else {}), **_how(group, together),
-                "params": [t.params[place[id(p)]] for p in group["params"] if id(p) in place],
-            }
-            for group in work.optimizer.param_groups
-        ]  # fmt: skip
-        self._state: dict[Tensor, Any] = defaultdict(dict)
-        for p, traced in zip(work.params, t.params, strict=True):
-            known = work.optimizer.state.get(p, {})
-            self._state[traced] = {k: next(states) if isinstance(v, Tensor) else v for k, v in known.items()}
-        self._numbers = {p: _numbers(state) for p, state in self._state.items()}
-
-    def __enter__(self) -> None:
-        optimizer = self._optimizer
-        self._before: tuple[Any, Any] = optimizer.param_groups, optimizer.state
-        optimizer.param_groups, optimizer.state = self._groups, self._state  # type: ignore[assignment]
-
-    def __exit__(self, *_: object) -> None:
-        self._optimizer.param_groups, self._optimizer.state = self._before
-        if any(_numbers(state) != self._numbers.get(p) for p, state in self._state.items()):
-            name = type(self._optimizer).__name__
-            raise NotTraced(f"{name} counts in Python numbers, which a graph would keep as they are")
+    optimizer: Any = work.optimizer
+    place = {id(p): i for i, p in enumerate(work.params)}
+    rates, states = iter(t.rates), iter(t.states)
+    groups = [
+        {
+            **group, **({"lr": next(rates)} if "lr" in group else {}), **_how(group, together),
+            "params": [t.params[place[id(p)]] for p in group["params"] if id(p) in place],
+        }
+        for group in optimizer.param_groups
+    ]  # fmt: skip
+    state: dict[Tensor, Any] = defaultdict(dict)
+    for p, traced in zip(work.params, t.params, strict=True):
+        known = optimizer.state.get(p, {})
+        state[traced] = {k: next(states) if isinstance(v, Tensor) else v for k, v in known.items()}
+    numbers = {p: _numbers(of_p) for p, of_p in state.items()}
+    before = optimizer.param_groups, optimizer.state
+    optimizer.param_groups, optimizer.state = groups, state
+    try:
+        yield
+    finally:
+        optimizer.param_groups, optimizer.state = before
+    if any(_numbers(of_p) != numbers.get(p) for p, of_p in state.items()):
+        name = type(optimizer).__name__
+        raise NotTraced(f"{name} counts in Python numbers, which a graph would keep as they are")
 
 
 def _how(group: dict[str, Any], together: bool) -> dict[str, Any]:
@@ -349,22 +314,19 @@ def _numbers(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _look(end: AtEnd, work: Sequence[_Work]) -> tuple[list[bool | Tensor | None], Tensor | None, list[Tensor]]:
-    """Return for each optimizer whether it is held back, the norm of all gradients, and the factors of gradients.
-
-    A flag on a CPU is read at once, so that the scaler can name the parameter; None where nothing was looked at.
-    """
+    """Return for each optimizer whether it is held back, the norm of all gradients, and the factors of gradients."""
     inverse = inverse_scale(end.scaler) if end.scaler.is_enabled() else None
     factors, norm = [] if inverse is None else [inverse], None
     founds: list[Any] = [None] * len(work)
     if end.max_grad_norm is not None:
-        gradients = [g for each in work for g in each.gradients]
+        gradients = [g for each in work for g in (*each.full, *each.low)]
         founds = [holds_inf_or_nan(gradients)] * len(work)
         norm = total_norm(gradients)
         norm = norm if inverse is None else norm * inverse.to(norm.device)
         if (factor := clip_factor(end.max_grad_norm, norm)) is not None:
             factors.append(factor)
     elif inverse is not None or end.check_finite:
-        founds = [holds_inf_or_nan(each.gradients) for each in work]
+        founds = [holds_inf_or_nan(each.full + each.low) for each in work]
     if (nothing := end.nothing_kept) is not None:
         founds = [nothing if found is None else torch.maximum(found, nothing.to(found)) for found in founds]
     return [bool(f) if isinstance(f, Tensor) and f.device.type == "cpu" else f for f in founds], norm, factors

@@ -30,20 +30,15 @@ _KEYS = ("backend", "mode", "options", "dynamic", "fullgraph")
 
 @dataclass(frozen=True)
 class CompileSettings:
-    """The compiler of a training step, and its options, as `torch.compile` takes them.
-
-    Attributes:
-        captures: Whether Inductor captures CUDA graphs of what it compiles: it is asked to, and there is CUDA.
-        policy: By which the model is converted, where fxamp's own backend was asked for, around this one; else None.
-    """
+    """The compiler of a training step, and its options, as `torch.compile` takes them."""
 
     backend: capture.Inner = "inductor"
     mode: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     dynamic: bool | None = None
     fullgraph: bool = False
-    captures: bool = False
-    policy: Policy | None = None
+    captures: bool = False  # Inductor captures CUDA graphs of what it compiles: it is asked to, and there is CUDA
+    policy: Policy | None = None  # that converts the model, where fxamp's own backend was asked for, around this one
 
     @property
     def name(self) -> str:
@@ -125,35 +120,28 @@ def model_to_compile(model: nn.Module, settings: CompileSettings) -> nn.Module:
     return view
 
 
-class Region:
-    """A plain function, without a closure, that is compiled for a training step.
+class Counted:
+    """Compiled code of a training step, and what is counted of it."""
 
-    Attributes:
-        frames: How many pieces of code were compiled, each into a graph for one form of the inputs.
-        breaks: Where and why a graph ended early.
-        recompiles: Why code was compiled once more.
-        fallbacks: What runs uncompiled, and why.
-        uncaptured: Why there is no CUDA graph of something.
-        failed: Whether the backend itself raised an error in the last call.
-        kernels: What Inductor made of the graphs of the last call.
-    """
+    def __init__(self, name: str, settings: CompileSettings) -> None:
+        self.name, self.settings = name, settings
+        self.frames = 0  # pieces of code that were compiled, each into a graph for one form of the inputs
+        self.breaks: list[str] = []  # where and why a graph ended early
+        self.recompiles: list[str] = []  # why code was compiled once more
+        self.fallbacks: list[str] = []  # what runs uncompiled, and why
+        self.uncaptured: list[str] = []  # why there is no CUDA graph of something
+        self.kernels = Kernels(settings.backend == "inductor")
+
+
+class Region(Counted):
+    """A plain function, without a closure, that is compiled for a training step; each graph by `compile_graph`."""
 
     def __init__(
-        self,
-        name: str,
-        function: Callable[..., Any],
-        settings: CompileSettings,
-        backend: Callable[[GraphModule, list[Any]], Callable[..., Any]] | None = None,
-        **given: Any,
-    ) -> None:
-        self.name, self.settings = name, settings
-        self.frames, self.failed = 0, False
-        self.breaks: list[str] = []
-        self.recompiles: list[str] = []
-        self.fallbacks: list[str] = []
-        self.uncaptured: list[str] = []
-        self.kernels = Kernels(settings.backend == "inductor")
-        compile_graph = backend or settings.run()
+        self, name: str, function: Callable[..., Any], settings: CompileSettings,
+        compile_graph: Callable[[GraphModule, list[Any]], Callable[..., Any]],
+    ) -> None:  # fmt: skip
+        super().__init__(name, settings)
+        self.failed = False  # the backend itself raised an error in the last call
 
         def compiler(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
             if reason := break_of(gm):
@@ -167,9 +155,8 @@ class Region:
         compiler.__name__ = settings.name  # the name by which torch calls the backend in errors
         # Dynamo keeps what it compiles by code object: two steps would compete for one limit of recompiles.
         own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
-        how = {"dynamic": settings.dynamic, "fullgraph": settings.fullgraph, **given}
         self._code = own.__code__
-        self._run = torch.compile(own, backend=compiler, **how)
+        self._run = torch.compile(own, backend=compiler, dynamic=settings.dynamic, fullgraph=settings.fullgraph)
 
     def forget(self) -> None:
         """Compile anew at the next call."""
@@ -179,7 +166,7 @@ class Region:
         """Run the function, compiled. An error of the backend gets a note with a way out."""
         before = compile_records()
         self.failed = False
-        self.kernels.begin()
+        self.kernels.ran.clear()
         try:
             return self._run(*args)
         except Exception as error:
@@ -191,7 +178,6 @@ class Region:
             self._look_back(before)
 
     def _look_back(self, before: list[Any]) -> None:
-        """Read from Dynamo's records what it has compiled, or failed to compile, during the last call."""
         after = compile_records()
         if not after or (before and after[-1] is before[-1]):
             return

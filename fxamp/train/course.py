@@ -14,33 +14,22 @@ from .scaler import Tally
 
 
 class Course:
-    """What a step has counted and switched, the same on all ranks.
-
-    Attributes:
-        windows: How many windows were finished.
-        skipped: How many of them ended with a skipped step of an optimizer.
-        skips_in_a_row: How many of the last ones did.
-        switches: The policies that were set, each with the number of windows before it.
-        plan: The plan that was set last, if it was one.
-        torn: The last window was left while its optimizers stepped.
-
-    Raises:
-        PolicyError: A count in the state is none.
-    """
+    """What a step has counted and switched, the same on all ranks."""
 
     def __init__(self, state: Mapping[str, Any] | None = None) -> None:
         state = state or {}
         for name in ("windows", "steps", "skipped", "skips_in_a_row"):
             if type(count := state.get(name, 0)) is not int or count < 0:
                 raise PolicyError(f"the state has {count!r} where the number of its {name} should be")
-        self.windows: int = state.get("windows", 0)
+        self.windows: int = state.get("windows", 0)  # that were finished
         self._ended: int = state.get("steps", 0)
         self._held_back, self.skipped = Tally(), Tally(state.get("skipped", 0))
         self.skips_in_a_row = Tally(state.get("skips_in_a_row", 0), in_a_row=True)
+        # The policies that were set, each with the number of windows before it, and the last one's plan.
         self.switches: tuple[tuple[int, str], ...] = tuple((at, policy) for at, policy in state.get("switches", ()))
         plan = state.get("switched_plan")
         self.plan = None if plan is None else Plan.from_json(plan)
-        self.torn = False
+        self.torn = False  # the last window was left while its optimizers stepped
 
     @property
     def tallies(self) -> tuple[Tally, ...]:

@@ -25,11 +25,7 @@ _SHOWN = 120  # characters of a name
 
 @contextlib.contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Name the file or folder that is read in an error: PolicyError for what is in it, OSError where it is not there.
-
-    Raises:
-        PolicyError: What is read does not fit.
-    """
+    """Name the file or folder that is read in an error: PolicyError for what is in it, OSError if it is not there."""
     try:
         yield
     except OSError:
@@ -49,12 +45,7 @@ def size_of(path: Path) -> int:
 
 
 def weights_in(path: str | os.PathLike[str], *, sharded: bool) -> Any:
-    """Return what `torch.save` wrote to a file: tensors and plain values, and no other objects.
-
-    Raises:
-        PolicyError: The file holds something else, or is damaged.
-        OSError: It cannot be opened.
-    """
+    """Return what `torch.save` wrote to a file, of tensors and plain values; PolicyError if it holds anything else."""
     with naming(path):
         size_of(Path(path))
         with open(path, "rb") as file:
@@ -62,15 +53,10 @@ def weights_in(path: str | os.PathLike[str], *, sharded: bool) -> Any:
 
 
 def weights(file: IO[bytes], *, sharded: bool = False) -> Any:
-    """Return what `torch.save` wrote, of tensors and plain values; ValueError: there is something else.
-
-    Args:
-        file: The file, open.
-        sharded: Whether tensors may be DTensors. Torch allows their classes by itself, and one of them starts a process
-            group when a file calls it.
-    """
+    """Return what `torch.save` wrote, of tensors and plain values; ValueError: there is something else."""
     try:
         _refuse_growth(file)
+        # Torch allows the classes of DTensors by itself, and one of them starts a process group when a file calls it.
         distributed = "" if sharded else _distributed_name(file)
         # Said here, it holds also where the environment asks torch for loads that run code.
         found = None if distributed else torch.load(file, map_location="cpu", weights_only=True, mmap=False)
@@ -108,7 +94,6 @@ def _refuse_growth(file: IO[bytes]) -> None:
 
 
 def _distributed_name(file: IO[bytes]) -> str:
-    """Return the first name of `torch.distributed` in an archive, "" if there is none."""
     opcodes = pickletools.genops(ArchiveReader(file).get_record("data.pkl"))
     file.seek(0)
     names = (str(argument).replace(" ", ".") for opcode, argument, _ in opcodes if opcode.name == "GLOBAL")

@@ -29,22 +29,19 @@ _EPOCHS = (10, 300)  # as many steps as runs have epochs
 
 
 class Loop:
-    """What a TrainStep left after its last micro-batch and its last window, compared with what the next one finds.
-
-    Attributes:
-        said: The subjects of what was said already, since each is said once.
-    """
+    """What a TrainStep left after its last micro-batch and its last window, compared with what the next one finds."""
 
     def __init__(self, model: nn.Module, options: Options) -> None:
         self._model, self._options = model, options
-        self.said: set[str] = set()
+        self.said: set[str] = set()  # the subjects of what was said already, since each is said once
         self.begin()
         self._look_for_untrained()
         self._warn_of_settings()
 
     def begin(self) -> None:
         """Compare with nothing: schedulers and gradients are those of another state now."""
-        self._versions: list[int | None] = []  # of a weight of each optimizer that has a gradient, within a window
+        # Within a window, of each optimizer the first weight that has a gradient, and how often it was written to.
+        self._weights: list[tuple[Optimizer, Tensor, int]] = []
         self._epochs: list[tuple[int, ...]] = []  # of each scheduler, between windows
         self._had: list[Tensor] = []  # the parameters that had gradients in the last window
         self._recorded = -1  # the number of autograd's next op when it ended
@@ -56,20 +53,16 @@ class Loop:
             logger.warning("fxamp: %s", text)
 
     def before_micro_batch(self, position: int) -> None:
-        """Say what was done by hand since the last micro-batch or window; name a model in eval mode each time anew.
-
-        Raises:
-            PolicyError: Gradients were cleared within a window, of which `position` micro-batches were seen.
-        """
+        """Say what was done by hand since the last micro-batch or window; refuse gradients cleared within one."""
         options, count = self._options, self._options.accumulate_steps
-        had = any(version is not None for version in self._versions)
-        if had and first_with_gradient(options.optimizers) is None:
+        cleared = self._weights and all(p.grad is None for _, p, _ in self._weights)
+        if cleared and first_with_gradient(options.optimizers) is None:
             raise PolicyError(
                 f"the gradients of {position} of the window's {count} micro-batches were cleared "
                 "before the next one: leave out zero_grad(). A TrainStep clears gradients itself, after each window."
             )
-        for optimizer, before in zip(options.optimizers, self._versions, strict=False):
-            if before != _version(optimizer):
+        for optimizer, p, version in self._weights:
+            if version != p._version:
                 self.say(
                     "weights",
                     f"the weights that {type(optimizer).__name__} trains changed within a window of {count} "
@@ -94,12 +87,13 @@ class Loop:
 
     def after_micro_batch(self) -> None:
         """Note the state within a window."""
-        self._versions = list(map(_version, self._options.optimizers))
+        firsts = ((o, first_with_gradient([o])) for o in self._options.optimizers)
+        self._weights = [(o, p, p._version) for o, p in firsts if p is not None]
 
     def after_window(self, *, in_place: bool) -> None:
         """Clear gradients, and note the state between windows."""
         had = self._clear(in_place=in_place)
-        self._versions, self._had, self._recorded = [], had, sequence_number()
+        self._weights, self._had, self._recorded = [], had, sequence_number()
         self._epochs = list(map(_epochs_of, self._options.schedulers))
 
     def before_window(self, *, scaled: bool, in_place: bool) -> None:
@@ -139,17 +133,14 @@ class Loop:
         self.said.add("fp32")
 
     def _stale(self) -> Tensor | None:
-        """Return the first parameter that has a gradient before a window opens.
-
-        A walk over thousands of parameters costs as much as the forward of a small model. While autograd has recorded
-        nothing in this thread since the last window, only those are looked at that had a gradient in it.
-        """
+        """Return the first parameter that has a gradient before a window opens."""
         if sequence_number() != self._recorded:
             return first_with_gradient(self._options.optimizers)
+        # Autograd has recorded nothing in this thread since the last window: a walk over thousands of parameters, which
+        # costs as much as the forward of a small model, would find none but those that had a gradient in it.
         return next((p for p in self._had if p.grad is not None), None)
 
     def _clear(self, *, in_place: bool) -> list[Tensor]:
-        """Clear the gradients of model, loss and optimizers; return the parameters of optimizers that had one."""
         had = live(self._options.optimizers)
         for p in had:
             if in_place and p.grad is not None:
@@ -195,8 +186,3 @@ class Loop:
 def _epochs_of(scheduler: LRScheduler) -> tuple[int, ...]:
     """Return how often a scheduler stepped; for a chain of them how often each did."""
     return tuple(one.last_epoch for one in getattr(scheduler, "_schedulers", [scheduler]) if hasattr(one, "last_epoch"))
-
-
-def _version(optimizer: Optimizer) -> int | None:
-    """Return how often a weight of an optimizer was written to; None if no weight of it has a gradient."""
-    return None if (p := first_with_gradient([optimizer])) is None else p._version

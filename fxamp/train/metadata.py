@@ -7,6 +7,7 @@ torch's public classes are then made of what is expected in them. All else is re
 
 from __future__ import annotations
 
+import copy
 import math
 import pickletools
 import re
@@ -46,30 +47,17 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Place:
-    """Where a part of a checkpoint lies in a shard, and, for a part of a tensor, what has to be there.
+    """Where a part of a checkpoint lies in a shard, and, for a part of a tensor, what has to be there."""
 
-    Attributes:
-        file: The name of the shard, in the folder of the checkpoint.
-        offset: The first byte.
-        length: The number of bytes.
-        shape: The shape of the part of a tensor; None for other values.
-        dtype: Its dtype.
-    """
-
-    file: str
-    offset: int
+    file: str  # the name of the shard, in the folder of the checkpoint
+    offset: int  # in bytes, as the length
     length: int
-    shape: tuple[int, ...] | None = None
+    shape: tuple[int, ...] | None = None  # of the part of a tensor
     dtype: torch.dtype | None = None
 
 
 def metadata_in(file: Path) -> Metadata:
-    """Return what a `.metadata` says, with a Place for each part, which its shard is long enough for.
-
-    Raises:
-        ValueError: It is not what torch writes there, or does not go together with the shards beside it.
-        OSError: It is not there, or a shard is not.
-    """
+    """Return what a `.metadata` says, with a Place for each part, which its shard has; ValueError if it is wrong."""
     if size_of(file) > LONGEST:
         raise ValueError(f"it is longer than {LONGEST >> 20} MB, which no model needs")
     try:
@@ -84,12 +72,13 @@ class _Name(str):
     __slots__ = ()
 
 
+@dataclass(eq=False, repr=False)
 class _Instance:
     """What a pickle would make by a call of `kind` with `args`, and then give `state`."""
 
-    def __init__(self, kind: _Name, args: tuple[Any, ...]) -> None:
-        self.kind, self.args = kind, args
-        self.state: Any = None
+    kind: _Name
+    args: tuple[Any, ...]
+    state: Any = None
 
 
 class _Parser:
@@ -105,7 +94,7 @@ class _Parser:
             act = _ACTS.get(opcode.name)
             if act is None:
                 raise ValueError(f"it has the opcode {opcode.name}, which metadata does not need")
-            act(self, argument)
+            act(self, copy.copy(_ARGUMENTS.get(opcode.name, argument)))
         (value,) = self.stack
         return value
 
@@ -152,21 +141,17 @@ class _Parser:
         self.stack[-1].update(zip(items[::2], items[1::2], strict=True))
 
 
+_ARGUMENTS: Mapping[str, Any] = {
+    "NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": (), "EMPTY_LIST": [], "EMPTY_DICT": {},
+    "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3,
+}  # fmt: skip
 _ACTS: Mapping[str, Callable[[_Parser, Any], Any]] = {
     **dict.fromkeys(("PROTO", "FRAME", "STOP"), lambda parser, _: None),
     **dict.fromkeys(
-        ("BININT", "BININT1", "BININT2", "LONG1", "SHORT_BINUNICODE", "BINUNICODE"),
+        ("BININT", "BININT1", "BININT2", "LONG1", "SHORT_BINUNICODE", "BINUNICODE", *_ARGUMENTS),
         lambda parser, value: parser.stack.append(value),
     ),
-    "NONE": lambda parser, _: parser.stack.append(None),
-    "NEWTRUE": lambda parser, _: parser.stack.append(True),
-    "NEWFALSE": lambda parser, _: parser.stack.append(False),
-    "EMPTY_TUPLE": lambda parser, _: parser.stack.append(()),
-    "EMPTY_LIST": lambda parser, _: parser.stack.append([]),
-    "EMPTY_DICT": lambda parser, _: parser.stack.append({}),
-    "TUPLE1": lambda parser, _: parser.stack.append(parser.last(1)),
-    "TUPLE2": lambda parser, _: parser.stack.append(parser.last(2)),
-    "TUPLE3": lambda parser, _: parser.stack.append(parser.last(3)),
+    **dict.fromkeys(("TUPLE1", "TUPLE2", "TUPLE3"), lambda parser, count: parser.stack.append(parser.last(count))),
     "TUPLE": lambda parser, _: parser.stack.append(tuple(parser.marked())),
     "MARK": lambda parser, _: parser.marks.append(len(parser.stack)),
     "MEMOIZE": lambda parser, _: parser.memo.append(parser.stack[-1]),
@@ -182,7 +167,6 @@ _ACTS: Mapping[str, Callable[[_Parser, Any], Any]] = {
 
 
 def _checked(value: Any, folder: Path) -> Metadata:
-    """Return metadata made of what a pickle says, where each part has a place in a shard."""
     fields = _fields(value, f"{_METADATA}.Metadata")
     entries: dict[str, Any] = fields["state_dict_metadata"]
     places = {_index(key): _place(info) for key, info in fields["storage_data"].items()}
@@ -239,7 +223,6 @@ def _place(value: Any) -> Place:
 
 
 def _refuse_short_shards(places: Mapping[MetadataIndex, Place], folder: Path) -> None:
-    """Raise ValueError for parts behind the end of a shard, or for more of them than it has bytes for."""
     taken, ends = Counter[str](), Counter[str]()
     for place in places.values():
         taken[place.file] += place.length

@@ -66,12 +66,7 @@ class Options:
 
     @classmethod
     def of(cls, model: object, *, optimizer: Any, scheduler: Any, ema: Any, compile: Any, **asked: Any) -> Options:
-        """Return the options that the arguments of a TrainStep stand for.
-
-        Raises:
-            NotAModuleError: The model is no module.
-            PolicyError: An argument is invalid, or does not fit the model or another argument.
-        """
+        """Return the options that the arguments of a TrainStep stand for; refuse what is invalid or does not fit."""
         if not isinstance(model, nn.Module):
             raise NotAModuleError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         loss_fn, on_gradients = asked["loss_fn"], asked["on_gradients"]
@@ -108,16 +103,8 @@ class Options:
         """Whether the optimizer evaluates the loss itself."""
         return needs_closure(self.optimizers[0])
 
-    def rates(self) -> tuple[float | Tensor, ...]:
-        """Return the learning rate of each group of parameters, as it is now."""
-        rates = (group["lr"] for o in self.optimizers for group in o.param_groups if "lr" in group)
-        return tuple(rate.clone() if isinstance(rate, Tensor) else rate for rate in rates)
-
     def saved(self) -> dict[str, Any]:
-        """Return them as plain values, for a state; of what is none, as a loss or a scaler, its class.
-
-        `fxamp.train.checkpoint` says which of them two runs must share.
-        """
+        """Return them as plain values, for a state; of what is none, as a loss or a scaler, its class."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         values["compile"] = None if self.compile is None else self.compile.name
         return {name: _plain(value) for name, value in values.items()}
@@ -142,7 +129,6 @@ def _plain(value: Any) -> Any:
 
 
 def _require_one_of(name: str, value: object, values: Sequence[object]) -> None:
-    """Raise a PolicyError unless a value is one of some, of their type."""
     if not any(type(value) is type(one) and value == one for one in values):
         listed = " or ".join(str(one) if isinstance(one, bool) else f'"{one}"' for one in values)
         raise PolicyError(f"{name} must be {listed}, got {value!r}")
@@ -169,11 +155,6 @@ def policies_of(model: nn.Module) -> list[Policy]:
     return found
 
 
-def policies_asked(model: nn.Module) -> list[str]:
-    """Return the policies that were asked for, each once, for the parts of a model that are converted."""
-    return list(dict.fromkeys(str(runner_of(m).graphs.asked) for m in model.modules() if is_view(m)))
-
-
 def scaler_of(scaler: object, low_dtype: torch.dtype | None) -> LossScaler:
     """Return the LossScaler that the argument means; a disabled one means no loss scaling."""
     if isinstance(scaler, LossScaler):
@@ -194,7 +175,6 @@ def scaler_of(scaler: object, low_dtype: torch.dtype | None) -> LossScaler:
 
 
 def _optimizers_of(optimizer: object, model: nn.Module) -> tuple[Optimizer, ...]:
-    """Return one optimizer or several as a tuple. They share no parameter, none is low, and they train the model."""
     optimizers = _several("optimizer", optimizer, Optimizer)
     if not optimizers:
         raise PolicyError("optimizer must be an optimizer or a list of them, got an empty list")
@@ -218,7 +198,6 @@ def _optimizers_of(optimizer: object, model: nn.Module) -> tuple[Optimizer, ...]
 
 
 def _schedulers_of(scheduler: object, optimizers: Sequence[Optimizer]) -> tuple[LRScheduler, ...]:
-    """Return one scheduler or several as a tuple. Each belongs to one of the optimizers."""
     schedulers = () if scheduler is None else _several("scheduler", scheduler, LRScheduler)
     for one in schedulers:
         if isinstance(one, ReduceLROnPlateau):
@@ -232,7 +211,6 @@ def _schedulers_of(scheduler: object, optimizers: Sequence[Optimizer]) -> tuple[
 
 
 def _averages_of(ema: object, model: nn.Module) -> tuple[AveragedModel, ...]:
-    """Return one average of the model or several as a tuple."""
     averages = () if ema is None else _several("ema", ema, AveragedModel)
     for one in averages:
         differ = _signature(one.module) ^ _signature(model)
@@ -245,13 +223,11 @@ def _averages_of(ema: object, model: nn.Module) -> tuple[AveragedModel, ...]:
 
 
 def _signature(model: nn.Module) -> set[tuple[str, tuple[int, ...]]]:
-    """Return names and shapes of parameters, without what wrappers put before the names."""
     named = model.named_parameters()
     return {(name.replace("_orig_mod.", "").replace("module.", ""), tuple(p.shape)) for name, p in named}
 
 
 def _several(name: str, value: object, kind: type[Any]) -> tuple[Any, ...]:
-    """Make a tuple from one object or a list, and check the type of each."""
     several = tuple(value) if isinstance(value, (list, tuple)) else (value,)
     for one in several:
         if not isinstance(one, kind):
@@ -260,7 +236,6 @@ def _several(name: str, value: object, kind: type[Any]) -> tuple[Any, ...]:
 
 
 def _refuse_company(optimizers: Sequence[Optimizer], settings: Sequence[str]) -> None:
-    """Raise PolicyError where an optimizer that needs a closure has a setting that has no meaning for it."""
     closes = next((o for o in optimizers if needs_closure(o)), None)
     refused = ["another optimizer"] * (len(optimizers) > 1) + [*settings]
     if closes is not None and refused:

@@ -19,11 +19,7 @@ Reason = Literal["stepped", "accumulating", "overflow", "no_gradients"]
 
 
 class HostFlag:
-    """A flag of one element whose copy to the host has begun; `bool()` waits for it.
-
-    Args:
-        flag: On an accelerator; what is written to it later is not seen.
-    """
+    """A flag of one element, on an accelerator, whose copy to the host has begun; `bool()` waits for it."""
 
     def __init__(self, flag: Tensor) -> None:
         self._host = torch.empty(flag.shape, dtype=flag.dtype, pin_memory=True)
@@ -82,11 +78,9 @@ class StepResult:
     @cached_property
     def mean_loss(self) -> Tensor:
         """The mean of the losses of this window so far, by the weights of the micro-batches, of shape ()."""
-        if not self._losses:
-            return self.loss
         total = sum(share for _, share in self._losses)
-        mean: Tensor = sum(loss * share for loss, share in self._losses) / total  # type: ignore[assignment]
-        return mean
+        mean: Any = sum(loss * share for loss, share in self._losses) / total if self._losses else self.loss
+        return mean  # type: ignore[no-any-return]
 
     @cached_property
     def stepped_each(self) -> tuple[bool, ...]:
@@ -152,12 +146,9 @@ class StepResult:
         flags = [held for held in self._flags if isinstance(held, Tensor)]
         if flags:
             asked["skipped"] = torch.stack([flag.view(()).to(flags[0].device) for flag in flags]).max()
-        on_device = {
-            k: v.detach().to(self.loss.device, torch.float64).view(())
-            for k, v in asked.items()
-            if isinstance(v, Tensor)
-        }
-        read = dict(zip(on_device, torch.stack([*on_device.values()]).tolist(), strict=True)) if on_device else {}
+        held = {k: v.detach() for k, v in asked.items() if isinstance(v, Tensor)}
+        on_device = [v.to(self.loss.device, torch.float64).view(()) for v in held.values()]
+        read = dict(zip(held, torch.stack(on_device).tolist(), strict=True)) if held else {}
         rest = any(bool(held) for held in self._flags if held is not None and not isinstance(held, Tensor))
         known = {k: float(v) for k, v in asked.items() if not isinstance(v, Tensor)}
         return {**known, **read, "skipped": float(bool(read.get("skipped", 0.0)) or rest)}

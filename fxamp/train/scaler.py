@@ -53,14 +53,10 @@ def require_count(name: str, value: object) -> None:
         raise PolicyError(f"{name} must be an int from 1 to {_LARGEST_COUNT}, got {value!r}")
 
 
-def _require_growth_factor(value: object) -> None:
-    legal = "a finite number greater than 1 (dynamic=False keeps the scale as it is)"
-    require_number("growth_factor", value, legal, lambda x: 1 < x < float("inf"))
-
-
-def _require_backoff_factor(value: object) -> None:
-    legal = "a number between 0 and 1, both excluded (dynamic=False keeps the scale as it is)"
-    require_number("backoff_factor", value, legal, lambda x: 0 < x < 1)
+def _require_factor(name: str, value: object) -> None:
+    grows, kept = name == "growth_factor", "(dynamic=False keeps the scale as it is)"
+    legal = f"{'a finite number greater than 1' if grows else 'a number between 0 and 1, both excluded'} {kept}"
+    require_number(name, value, legal, lambda x: 1 < x < float("inf") if grows else 0 < x < 1)
 
 
 class _Extensions(NamedTuple):
@@ -93,14 +89,12 @@ class _Extensions(NamedTuple):
 
 
 class Tally:
-    """A count of updates whose flags may be on the device, where it then stays until it is read.
-
-    With `in_a_row` it begins anew with each flag that is not set. It is `at_most` so many, as far as the host knows.
-    """
+    """A count of updates whose flags may be on the device, where it then stays until it is read."""
 
     def __init__(self, known: int = 0, *, in_a_row: bool = False) -> None:
         self._count: int | torch.Tensor = known
-        self._in_a_row, self.at_most = in_a_row, known
+        self._in_a_row = in_a_row  # it begins anew with each flag that is not set
+        self.at_most = known  # as far as the host knows
 
     def add(self, flag: bool | torch.Tensor) -> None:
         """Count one more update if the flag is set: a bool, or a tensor of one element, which is 0 or 1."""
@@ -145,11 +139,10 @@ class ScaleEvent(NamedTuple):
     culprit: str = ""
 
 
-class _Culprits:
+class Culprits:
     """Flags on the device that say which gradients hold an inf or a NaN, on any rank that has a part of them."""
 
     def __init__(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Check gradients, each given with the name of its parameter; nothing is read from the device."""
         pairs = list(named)
         self._names, found = [name for name, _ in pairs], [gradient for _, gradient in pairs]
         parts = [gradient.coalesce().values() if gradient.is_sparse else local(gradient) for gradient in found]
@@ -221,8 +214,8 @@ class LossScaler(torch.amp.GradScaler):
         max_skips: int | None = None,
     ) -> None:
         require_scale("init_scale", init_scale)
-        _require_growth_factor(growth_factor)
-        _require_backoff_factor(backoff_factor)
+        _require_factor("growth_factor", growth_factor)
+        _require_factor("backoff_factor", backoff_factor)
         require_count("growth_interval", growth_interval)
         extensions = _Extensions(dynamic, min_scale, max_scale, hysteresis, max_skips).check()
         if extensions.clamp(init_scale) != init_scale:
@@ -241,12 +234,11 @@ class LossScaler(torch.amp.GradScaler):
         self._in_a_row = Tally(in_a_row=True)
         self._updates = 0
         # Number, scale, flags of optimizers and culprits of updates, as far as need be on the device.
-        self._events: deque[tuple[int, float | torch.Tensor, Sequence[bool | torch.Tensor], str | _Culprits]]
+        self._events: deque[tuple[int, float | torch.Tensor, Sequence[bool | torch.Tensor], str | Culprits]]
         self._events = deque(maxlen=HISTORY_LENGTH)
         self._names: Any = WeakIdKeyDictionary()
 
     def __repr__(self) -> str:
-        """Say how the scale moves; the scale itself is on the device."""
         how = {"none": "disabled", "static": "static", "dynamic": f"grows every {self._growth_interval} steps"}
         return f"<fxamp LossScaler: {how[self.kind]}>"
 
@@ -355,7 +347,7 @@ class LossScaler(torch.amp.GradScaler):
         Example:
             >>> fxamp.LossScaler().set_growth_factor(1.5)
         """
-        _require_growth_factor(new_factor)
+        _require_factor("growth_factor", new_factor)
         super().set_growth_factor(new_factor)
 
     def set_backoff_factor(self, new_factor: float) -> None:
@@ -367,7 +359,7 @@ class LossScaler(torch.amp.GradScaler):
         Example:
             >>> fxamp.LossScaler().set_backoff_factor(0.25)
         """
-        _require_backoff_factor(new_factor)
+        _require_factor("backoff_factor", new_factor)
         super().set_backoff_factor(new_factor)
 
     def set_growth_interval(self, new_interval: int) -> None:
@@ -466,7 +458,6 @@ class LossScaler(torch.amp.GradScaler):
         return None if _overflowed(optimizer_state) else optimizer.step(*args, **kwargs)
 
     def _describe(self, optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-        """List the parameters of `optimizer`, each with the best name there is."""
         for group_index, group in enumerate(optimizer.param_groups):
             names = group.get("param_names")
             for index, param in enumerate(group["params"]):
@@ -546,7 +537,7 @@ def update_scale(scaler: LossScaler, new_scale: float | torch.Tensor | None = No
         scale.clamp_(limits.min_scale, limits.max_scale)
     scaler._updates += 1
     bad = [state["optimizer"] for state in states if state.get("overflowed")]
-    culprits = _Culprits(named_gradients(scaler, bad)) if bad else ""
+    culprits = Culprits(named_gradients(scaler, bad)) if bad else ""
     scaler._events.append((scaler._updates, before, found_infs, culprits))
     return [state["optimizer"] for state in states if _found_infs([state])]
 
@@ -555,11 +546,6 @@ def forget_step(scaler: LossScaler) -> None:
     """Forget what was unscaled and stepped since the last update, after a step that failed halfway."""
     if scaler._enabled:
         scaler._per_optimizer_states.clear()
-
-
-def first_bad(scaler: LossScaler, optimizers: Iterable[Optimizer]) -> str:
-    """Return the name of the first gradient that is not finite, and its kind."""
-    return str(_Culprits(named_gradients(scaler, optimizers)))
 
 
 def named_gradients(scaler: LossScaler, optimizers: Iterable[Optimizer]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -575,7 +561,7 @@ def scale_of(scaler: LossScaler) -> float | torch.Tensor:
 
 def collapsed(skips: Tally, named: Iterable[tuple[str, torch.Tensor]], more: str = "") -> ScaleCollapseError:
     """Return the error of so many skipped steps in a row, with the first gradients that are not finite, and a hint."""
-    bad = _Culprits(named).read()
+    bad = Culprits(named).read()
     shown = ", ".join(f"{name} ({kind})" for name, kind in bad[:3]) or "unknown: their gradients are gone already"
     shown += f" and {len(bad) - 3} more" if len(bad) > 3 else ""
     if any("NaN" in kind for _, kind in bad):
@@ -601,8 +587,7 @@ def _together(found_infs: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _overflowed(state: dict[str, Any]) -> bool:
-    """Read found_inf of one optimizer from its devices, the first time only."""
     found = state["found_inf_per_device"]
-    if found and "overflowed" not in state:
+    if found and "overflowed" not in state:  # read from its devices the first time only
         state["overflowed"] = bool(sum(value.item() for value in found.values()))
     return cast(bool, state.get("overflowed", False))

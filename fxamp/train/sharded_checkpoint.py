@@ -136,7 +136,6 @@ def load_checkpoint(
 
 
 def _saved(known: Mapping[str, Any], name: str) -> TensorStorageMetadata:
-    """Return what is known of a tensor of the checkpoint."""
     found = known.get(name)
     if not isinstance(found, TensorStorageMetadata):
         raise PolicyError(f"the checkpoint is that of another model: it differs at '{name.partition('.')[2]}'")
@@ -171,7 +170,6 @@ def _read(parts: dict[str, Any], shards: Shards, group: Any) -> None:
 
 
 def _tensors(step: TrainStep) -> dict[str, Tensor]:
-    """Return the tensors of a step's model and averages, and those beside them, by name."""
     tensors = {f"model.{_plain(step.model, name)}": t for name, t in step.model.state_dict().items()}
     for index, average in enumerate(step.averages):
         tensors.update((f"ema.{index}.{_plain(average, name)}", t) for name, t in average.state_dict().items())
@@ -195,7 +193,6 @@ def _like_saved(saved: Any, p: Tensor) -> Tensor:
 
 
 def _plain(model: nn.Module, name: str) -> str:
-    """Return a name as the user knows it, without what wrappers put into it."""
     module: nn.Module | None = model
     plain = []
     for part in name.split("."):
@@ -211,7 +208,6 @@ def _count(group: Any) -> int:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence torch's warnings about a single process without a process group."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings():  # about a single process without a process group
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

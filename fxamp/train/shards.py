@@ -20,15 +20,7 @@ from .metadata import Place, metadata_in
 
 
 class Shards(FileSystemReader):
-    """Reads a checkpoint for `torch.distributed.checkpoint.load`, whose own reader unpickles `.metadata`.
-
-    Args:
-        folder: The folder of the checkpoint.
-
-    Raises:
-        PolicyError: `.metadata` is not that of a checkpoint, or is not that of the shards beside it.
-        FileNotFoundError: It is not there, or a shard is not.
-    """
+    """Reads a checkpoint for `torch.distributed.checkpoint.load`, whose own reader unpickles `.metadata`."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         super().__init__(folder)

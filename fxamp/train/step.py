@@ -46,11 +46,11 @@ from .course import Course
 from .describe import reasons_to_wait
 from .files import naming, weights_in
 from .loop import Loop
-from .options import MEANT, Options, choose_scaler, compile_anew, low_dtype_of, policies_asked
+from .options import MEANT, Options, choose_scaler, compile_anew, low_dtype_of
 from .ranks.ranks import Ranks, exchange
 from .ranks.refused import refuse_differences, refuse_unfit_model, refuse_unfit_ranks
 from .result import HostFlag, StepResult
-from .scaler import LossScaler, collapsed, first_bad, named_gradients, require_scale, update_scale
+from .scaler import Culprits, LossScaler, collapsed, named_gradients, require_scale, update_scale
 from .update import AtEnd, Update, step_by_closure, take_step
 from .weights import Mode, WeightCasts
 from .window import (
@@ -61,12 +61,11 @@ from .window import (
     Window,
     close_window,
     first_with_gradient,
-    has_gradients,
+    live,
     loss_of,
     open_window,
     range_of,
     refuse_constant,
-    window_of,
 )
 
 
@@ -227,10 +226,9 @@ class TrainStep:
         self.loop = Loop(self.model, options)
 
     def _cast_and_compile(self) -> None:
-        options, mode = self.options, self.options.weights
-        if mode == "auto" and options.compile is not None and self.ranks.replicated > 1:
-            mode = "per_use"
-        self.weights = WeightCasts(self.model, mode, options.accumulate_steps)
+        compiled_replicas = self.options.compile is not None and self.ranks.replicated > 1
+        mode: Mode = "per_use" if self.options.weights == "auto" and compiled_replicas else self.options.weights
+        self.weights = WeightCasts(self.model, mode, self.accumulate_steps)
         compile_anew(self)
 
     loss_fn = property(attrgetter("options.loss_fn"), doc="")
@@ -283,7 +281,6 @@ class TrainStep:
         return (*own, self.model, options.loss_fn, *options.optimizers, *options.schedulers, *options.averages)
 
     def __repr__(self) -> str:
-        """Name the model, and what a window is."""
         scaling = {"none": "no loss scaling", "static": "a static loss scale", "dynamic": "a dynamic loss scale"}
         several = "s" * (len(self.optimizers) > 1)
         window = f"windows of {self.accumulate_steps}, {len(self.optimizers)} optimizer{several}"
@@ -328,7 +325,7 @@ class TrainStep:
         self._check_scale(scale)
         try:
             window = self._begin(scale)
-            with self._watched(), window.micro_batch():
+            with _UNWATCHED if self.census is None else self.census.watches(self, _CALL), window.micro_batch():
                 with range_of("forward"):
                     if self.compiled is None:
                         loss, output = loss_of(self.model, self.loss_fn, inputs, target)
@@ -344,15 +341,10 @@ class TrainStep:
             raise
 
     def _begin(self, scale: float | None) -> Window:
-        """Open a window, if none is open, and make the checks of each micro-batch."""
         window = open_window(self, scale)
         self._compare_ranks()
         self.loop.before_micro_batch(window.position)
         return window
-
-    def _watched(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which a micro-batch is watched, if that was asked for and there are new graphs."""
-        return contextlib.nullcontext() if self.census is None else self.census.watches(self, _CALL)
 
     @contextlib.contextmanager
     def window(self, scale: float | None = None) -> Iterator[Window]:
@@ -459,7 +451,7 @@ class TrainStep:
             self._refuse_unreduced(self.opened)
         total = self.ranks.seen(self.position)
         if not total:
-            return self._result(self.opened or window_of(self), Update({}))
+            return self._result(self.opened or Window(self), Update({}))
         try:
             window = open_window(self)
             return self._finish(window, None, self._seen(window, total))
@@ -571,14 +563,13 @@ class TrainStep:
 
     def _check_scale(self, scale: float | None) -> None:
         """Refuse a scale that no window could be opened with, or that the open one does not have."""
-        self.course.refuse_torn()
-        if scale is None:
-            return
-        require_scale("scale", scale)
-        window = self.opened
-        if window is not None and scale != window.given_scale:
+        if self.torn:
+            self.course.refuse_torn()
+        if scale is not None:
+            require_scale("scale", scale)
+        if scale is not None and self.opened is not None and scale != (began := self.opened.given_scale):
             raise PolicyError(
-                f"scale={scale!r} within a window that began with {window.given_scale or 'the scale of the scaler'}: "
+                f"scale={scale!r} within a window that began with {began or 'the scale of the scaler'}: "
                 "the gradients of a window add up, so they need the same scale. Change it at the start of a window."
             )
 
@@ -589,8 +580,9 @@ class TrainStep:
         ranks, scaler, undecided = self.ranks, self.scaler, self.undecided
         refuse_unfit_ranks(ranks, accumulate_steps=self.accumulate_steps, scaled=scaler.is_enabled() or undecided)
         if ranks.groups or (ranks.shared and dist.get_world_size() > 1):
+            asked = dict.fromkeys(str(policy) for policy, _ in policies_in_force(self.model).values())
             told = {
-                "the policy": policies_asked(self.model),
+                "the policy": list(asked),
                 "the number of ranks": [dist.get_world_size(group) for group in ranks.groups],
                 "the loss scaler": "undecided" if undecided else {"kind": scaler.kind, **scaler.state_dict()},
                 **checkpoint.settings_of(self),
@@ -604,7 +596,8 @@ class TrainStep:
         """Leave nothing of a window open, where an error or an interrupt ends a call."""
         position = self.position
         try:
-            self.ranks.settle()
+            for replica in self.ranks.replicas:  # which an interrupt may have left without an exchange
+                replica.require_backward_grad_sync = True
             close_window(self)
         finally:  # a signal may have ended the first
             close_window(self)
@@ -615,11 +608,10 @@ class TrainStep:
             self.loop.said.discard("ranks")
 
     def _refuse_unreduced(self, window: Window) -> None:
-        """Refuse to end a window whose gradients FSDP2 has not reduced: it does so in the backward of the last one."""
+        """Refuse to end a window whose gradients FSDP2 has not reduced."""
         if self.ranks.late and window.position:
-            seen, of = window.position, self.accumulate_steps
             raise PolicyError(
-                f"{seen} of the window's {of} micro-batches have been seen, and FSDP2 "
+                f"{window.position} of the window's {self.accumulate_steps} micro-batches have been seen, and FSDP2 "
                 "reduces gradients in the backward of the last one, if its forward is in a `with step.window():` of "
                 "its own: complete the window, or reduce those of each micro-batch (reduce='micro_batch', "
                 "set_requires_gradient_sync(True))"
@@ -627,8 +619,13 @@ class TrainStep:
 
     def _backward(self, window: Window, loss: Tensor, weight: Weight, batch: Any) -> None:
         self.loop.warn_of_fp32()
-        if self.undecided:
-            self._decide(window)
+        if self.undecided:  # the model has been converted now
+            pending, self.pending = self.pending, None
+            choose_scaler(self, low_dtype_of(self.model))
+            if pending:
+                self.scaler.load_state_dict(dict(pending))
+            if window.given_scale is None:
+                window.scaler = self.scaler
         if self.closes and weight is not UNWEIGHTED:
             raise PolicyError(
                 f"{type(self.optimizers[0]).__name__} runs the window again itself, without weights: leave out weight="
@@ -664,15 +661,6 @@ class TrainStep:
             name = type(self.optimizers[0]).__name__
             raise PolicyError(f"{name} runs the window again itself, which takes a loss_fn: call step(inputs, target)")
 
-    def _decide(self, window: Window) -> None:
-        """Choose the scaler that "auto" means, once the model is converted."""
-        pending, self.pending = self.pending, None
-        choose_scaler(self, low_dtype_of(self.model))
-        if pending:
-            self.scaler.load_state_dict(dict(pending))
-        if window.given_scale is None:
-            window.scaled_by(self.scaler)
-
     def _seen(self, window: Window, total: int | None = None) -> int:
         """Return the micro-batches of all ranks, for a window whose gradients were not exchanged in backward."""
         # A scaler has no scale before it scales: perhaps only other ranks did, or the run that saved this window.
@@ -682,7 +670,7 @@ class TrainStep:
     def _finish(self, window: Window, output: Any, total: int | None = None) -> StepResult:
         """End a window; `total` is the number of micro-batches of all ranks, if they end it early."""
         caller = [(d, torch.get_autocast_dtype(d)) for d in DEVICES if torch.is_autocast_enabled(d)]
-        rates = self.options.rates()
+        rates = self._rates()
         with range_of("update"), no_autocast():
             update, mean = self._end(window, total, caller)
         self.course.windows += 1
@@ -700,38 +688,36 @@ class TrainStep:
         if not self.closes:
             mean = window.average(self.optimizers, in_backward=not early)
         others = self.closes and early and bool(self.ranks.replicas)
-        has = self.compiled.update.has_gradients if self.compiled is not None else has_gradients
-        live = [o for o in self.optimizers if others or has(o)]
-        if not live:
+        stepped = (lambda o: live([o])) if self.compiled is None else self.compiled.update.stepped
+        stepping = [o for o in self.optimizers if others or stepped(o)]
+        if not stepping:
             return Update({}), mean
         window.scale  # noqa: B018 - read before the update changes it
         if self.closes:
             share = mean.kept / self.ranks.replicated
             held = step_by_closure(
-                live[0], window.scaler, lambda: self._run_again(window, share, early, caller), self.ranks,
+                stepping[0], window.scaler, lambda: self._run_again(window, share, early, caller), self.ranks,
                 self.check_finite, self.course.tears,
             )  # fmt: skip
             update_scale(window.scaler)
-            update = Update({live[0]: held})
+            update = Update({stepping[0]: held})
         else:
             end = AtEnd(
-                window.scaler, live, self.max_grad_norm, self.ranks, mean.nothing, self.options.on_gradients,
+                window.scaler, stepping, self.max_grad_norm, self.ranks, mean.nothing, self.options.on_gradients,
                 followed=bool(self.schedulers or self.averages), check_finite=self.check_finite,
                 begins=self.course.tears,
             )  # fmt: skip
-            update = (
-                take_step(end) if self.compiled is None else self.compiled.update(end, self.compiled.loss.kernels.ran)
-            )
+            compiled = self.compiled
+            update = take_step(end) if compiled is None else compiled.update(end, bool(compiled.loss.kernels.ran))
         return update._replace(held_back=self._follow(update)), mean
 
     def _run_again(
         self, window: Window, share: float | Tensor, early: bool, autocasts: Sequence[tuple[str, torch.dtype]]
     ) -> Tensor:
-        """Run the micro-batches of a window forward and backward, and return the mean of their losses.
+        """Run the micro-batches of a window again, `share` per rank, and return the mean of their losses.
 
-        Gradients and loss are averaged over all ranks: an optimizer uses the loss to decide how to continue, and all
-        ranks have to decide the same. They exchange gradients in the last backward or, where a window ends early, after
-        it, since not all may have seen as many micro-batches; `share` is their number per rank.
+        Gradients and loss are averaged over all ranks, since an optimizer decides by the loss how to continue. Ranks
+        exchange gradients in the last backward or, where a window ends early, after it: some may have seen fewer.
         """
         count, losses = len(window.batches), []
         with self.weights.window():
@@ -754,10 +740,7 @@ class TrainStep:
         return totals[0] / totals[1]
 
     def _follow(self, update: Update) -> Mapping[Optimizer, Any]:
-        """Let each scheduler step if its optimizer did, and each average take in the weights if any did.
-
-        The host waits for the flags only if something depends on them; they are plain bools then.
-        """
+        """Let each scheduler step if its optimizer did, and each average take in the weights if any did."""
         if not self.schedulers and not self.averages:
             return update.held_back
         known = {optimizer: bool(held) for optimizer, held in update.held_back.items()}
@@ -785,10 +768,11 @@ class TrainStep:
         in_a_row = self.course.count(held_back, skipped)
         scaler, limit = self.scaler, window.scaler.max_skips or self.max_skips
         if skipped is True and not scaler.is_enabled():
+            first = Culprits(named_gradients(scaler, self.optimizers))
             self.loop.say(
                 "skip",
-                f"a step was skipped, because gradients are not finite, first {first_bad(scaler, self.optimizers)}; "
-                f"with max_skips={limit} in a row that is an error",
+                f"a step was skipped, because gradients are not finite, first {first}; with max_skips={limit} in a row "
+                "that is an error",
             )
         if not in_a_row.reaches(limit):
             return None
@@ -809,8 +793,12 @@ class TrainStep:
             window.scale,
             window.position if kept is None else kept,
             tuple(window.losses),
-            self.options.rates() if rates is None else rates,
+            self._rates() if rates is None else rates,
         )
 
+    def _rates(self) -> tuple[float | Tensor, ...]:
+        rates = (group["lr"] for o in self.optimizers for group in o.param_groups if "lr" in group)
+        return tuple(rate.clone() if isinstance(rate, Tensor) else rate for rate in rates)  # a scheduler may fill one
 
-_CALL = TrainStep.__call__.__code__
+
+_CALL, _UNWATCHED = TrainStep.__call__.__code__, contextlib.nullcontext()

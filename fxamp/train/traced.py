@@ -17,8 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from passes.graph.values import no_autocast
 
 from .._torch import as_if_compiling, traced_by
-from .compiler import CompileSettings, way_out
-from .kernels import Kernels
+from .compiler import CompileSettings, Counted, way_out
 
 MOST_FORMS = 8  # graphs of one function
 
@@ -27,39 +26,17 @@ class NotTraced(Exception):  # noqa: N818 - no error: who calls runs the functio
     """Raised with the reason where there is no graph of a function; nothing of it has run."""
 
 
-class Traced:
-    """Compiled functions of lists of tensors, which write some of these.
-
-    Attributes:
-        frames: How many graphs were compiled.
-        breaks: None ever.
-        recompiles: Why a further graph was compiled.
-        fallbacks: What runs uncompiled, and why.
-        uncaptured: Why there is no CUDA graph of something.
-        kernels: What Inductor made of the graphs that ran since `Kernels.begin`.
-    """
-
-    breaks: tuple[str, ...] = ()
-    uncaptured: tuple[str, ...] = ()
+class Traced(Counted):
+    """Compiled functions of lists of tensors, which write some of these; `kernels` are of those that ran last."""
 
     def __init__(self, name: str, settings: CompileSettings) -> None:
-        self.name, self.settings = name, settings
-        self.frames = 0
-        self.recompiles: list[str] = []
-        self.fallbacks: list[str] = []
-        self.kernels = Kernels(settings.backend == "inductor")
+        super().__init__(name, settings)
         self._graphs: dict[Hashable, Callable[..., Any]] = {}
 
     def graph_of(
         self, form: Hashable, ways: Sequence[Callable[..., Any]], inputs: Sequence[Tensor]
     ) -> Callable[[], object]:
-        """Return what calls a function by the graph that was traced of it for this form, or by one that is traced now.
-
-        Of several `ways` to write it, it is the first that can be traced. Nothing of it has run.
-
-        Raises:
-            NotTraced: None can be traced, or there were too many forms.
-        """
+        """Return what calls the graph of this form, of the first of `ways` that can be traced; NotTraced if none."""
         plain = [tensor.detach() for tensor in inputs]
         run = self._graphs.get(form)
         if run is None:

@@ -43,36 +43,22 @@ class Update(NamedTuple):
 
 
 class AtEnd(NamedTuple):
-    """What the end of a window needs.
-
-    Attributes:
-        optimizers: Those that have gradients, with the scaler's scale in them.
-        max_grad_norm: The norm to which all gradients together are clipped; None neither clips nor measures.
-        nothing_kept: A flag on the device, nonzero if every weight of a micro-batch was 0.
-        on_gradients: Called with the parameters, once their gradients are unscaled.
-        followed: Whether the host will ask which steps were taken: the answers are sent there before the steps.
-        check_finite: Whether gradients that are not finite hold an optimizer back without loss scaling and clipping.
-        begins: Called when nothing but the steps themselves is left to do.
-    """
+    """What the end of a window needs; options are those of the step."""
 
     scaler: LossScaler
-    optimizers: Sequence[Optimizer]
+    optimizers: Sequence[Optimizer]  # those that have gradients, with the scaler's scale in them
     max_grad_norm: float | None
     ranks: Ranks
-    nothing_kept: Tensor | None = None
-    on_gradients: Callable[[list[Tensor]], Any] | None = None
-    followed: bool = False
-    check_finite: bool = True
-    begins: Callable[[], object] = lambda: None
+    nothing_kept: Tensor | None  # a flag on the device, nonzero if every weight of a micro-batch was 0
+    on_gradients: Callable[[list[Tensor]], Any] | None
+    followed: bool  # the host will ask which steps were taken: the answers are sent there before the steps
+    check_finite: bool
+    begins: Callable[[], object]  # called when nothing but the steps themselves is left to do
 
 
 def take_step(end: AtEnd) -> Update:
-    """Let optimizers step, and update the scale.
-
-    With `max_grad_norm`, one gradient that is not finite holds every optimizer back: there is no norm to clip to.
-    """
-    scaler, ranks, followed = end.scaler, end.ranks, end.followed
-    grad_norm = None
+    """Let optimizers step, and update the scale."""
+    scaler, ranks, followed, grad_norm = end.scaler, end.ranks, end.followed, None
     founds: list[bool | Tensor | None] = [end.nothing_kept] * len(end.optimizers)
     if end.max_grad_norm is not None or end.on_gradients is not None or ranks.decide_apart:
         for optimizer in end.optimizers:
@@ -80,7 +66,7 @@ def take_step(end: AtEnd) -> Update:
         ranks.agree(found_infs_of(scaler, end.optimizers))
     if end.on_gradients is not None:
         end.on_gradients(live(end.optimizers))
-    if end.max_grad_norm is not None:
+    if end.max_grad_norm is not None:  # one gradient that is not finite holds every optimizer back
         grad_norm = total_norm(gradients(end.optimizers))
         if scaler.is_enabled():
             # The scaler looked at gradients before they could be changed.
@@ -109,10 +95,7 @@ def take_step(end: AtEnd) -> Update:
 
 
 def _found_inf(end: AtEnd, norm: Tensor) -> bool | Tensor:
-    """Say whether a gradient is not finite: on the device, or where Python decides from their norm, with one read.
-
-    All gradients are finite if their norm is, and a norm on a CPU can be read without waiting.
-    """
+    """Say whether a gradient is not finite: on the device, or where Python decides from their norm, with one read."""
     read = _is_on_host(norm) or any(waits(o) or _begins_undefined(o) for o in end.optimizers)
     if read and end.nothing_kept is None and not end.ranks.decide_apart:
         return not bool(norm.isfinite()) and bool(holds_inf_or_nan(gradients(end.optimizers)))
@@ -137,8 +120,7 @@ def clip_factor(max_norm: float, norm: Tensor) -> Tensor | None:
 
 def clip(params: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
     """Clip the gradients of parameters, whose norm together is given, to `max_norm`; infinity only measures."""
-    factor = clip_factor(max_norm, norm)
-    if factor is None:
+    if (factor := clip_factor(max_norm, norm)) is None:
         return
     found = [p.grad for p in params if p.grad is not None]
     if not any(map(is_spread, found)):
@@ -162,15 +144,14 @@ def has_state(optimizer: Optimizer, stepped: Sequence[Tensor] | None = None) -> 
 
 
 def _begins_undefined(optimizer: Optimizer) -> bool:
-    """Say whether a first step that is skipped on the device leaves a state that nobody wrote: SGD's momentum."""
+    # A first step that is skipped on the device leaves a state that nobody wrote: SGD's momentum.
     return is_fused(optimizer) and isinstance(optimizer, SGD) and not has_state(optimizer)
 
 
 def is_undoable(optimizer: Optimizer) -> bool:
     """Say whether a step can be undone: everything that it changes exists before and is on an accelerator."""
-    if not _keeps_state_on_device(optimizer) or not has_state(optimizer):
-        return False
-    return not any(gradient.is_sparse for gradient in gradients([optimizer]))
+    there = _keeps_state_on_device(optimizer) and has_state(optimizer)
+    return there and not any(gradient.is_sparse for gradient in gradients([optimizer]))
 
 
 def waits(optimizer: Optimizer) -> bool:
@@ -179,10 +160,8 @@ def waits(optimizer: Optimizer) -> bool:
 
 
 def _keeps_state_on_device(optimizer: Optimizer) -> bool:
-    """Say whether neither parameters nor state are on the host, where optimizers count their steps by default."""
-    if type(optimizer) is not SGD and not all(group.get("capturable") for group in optimizer.param_groups):
-        return False
-    return not any(map(_is_on_host, parameters(optimizer)))
+    counts_there = type(optimizer) is SGD or all(group.get("capturable") for group in optimizer.param_groups)
+    return counts_there and not any(map(_is_on_host, parameters(optimizer)))
 
 
 def _is_on_host(tensor: Tensor) -> bool:
@@ -207,10 +186,7 @@ def _step_scaled(scaler: LossScaler, optimizer: Optimizer, followed: bool) -> He
 
 
 def step_where_finite(optimizer: Optimizer, found_inf: bool | Tensor) -> bool | Tensor:
-    """Step an optimizer whose gradients are unscaled, unless one is not finite: a bool, or a flag of one element.
-
-    Return whether it was held back; the flag itself if it was not read.
-    """
+    """Step an optimizer unless an unscaled gradient is not finite; return whether, or the flag itself if not read."""
     if isinstance(found_inf, Tensor):
         if is_fused(optimizer) and not _begins_undefined(optimizer):
             optimizer.found_inf = found_inf  # type: ignore[attr-defined]
@@ -254,13 +230,9 @@ def step_by_closure(
     optimizer: Optimizer, scaler: LossScaler, run: Callable[[], Tensor], ranks: Ranks, check_finite: bool,
     begins: Callable[[], object],
 ) -> bool:  # fmt: skip
-    """Let an optimizer step that evaluates the loss itself; return whether it was held back.
-
-    With loss scaling, a gradient that is not finite takes back the whole step, whichever evaluation it comes from.
-    Without, only the first evaluation is looked at, if `check_finite`, when there is nothing to take back yet.
-    `run` runs the window's micro-batches forward and backward, from gradients of None, and returns their unscaled loss.
-    `begins` is called after the first evaluation, when weights begin to change.
-    """
+    """Let an optimizer step that evaluates the loss itself, by `run`; return whether it was held back."""
+    # With loss scaling, a gradient that is not finite takes back the whole step, whichever evaluation it comes from.
+    # Without, only the first evaluation is looked at, when there is nothing to take back yet.
     undoes, evaluated = scaler.is_enabled(), False
     before = [p.detach().clone() for p in parameters(optimizer)] if undoes else []
     state = copy.deepcopy(optimizer.state_dict()) if undoes else {}
@@ -298,5 +270,5 @@ def step_by_closure(
     return held_back
 
 
-class _NotFinite(Exception):  # noqa: N818 - no error: nobody but `step_by_closure` sees it
-    """Raised to abort a step when a gradient is not finite."""
+class _NotFinite(Exception):  # noqa: N818 - no error: it aborts a step, and nobody but `step_by_closure` sees it
+    pass

@@ -19,38 +19,22 @@ Mode = Literal["auto", "per_step", "per_use"]
 
 
 class _Found(NamedTuple):
-    """What so many captured graphs cast: weights that are kept, why others are not, and how often a call casts one."""
+    """What so many captured graphs cast."""
 
     graphs: int
-    kept: dict[str, None]
-    per_use: dict[str, str]
-    times: int
+    kept: dict[str, None]  # weights whose casts are kept
+    per_use: dict[str, str]  # why others are not
+    times: int  # that a call casts the weight which it casts most often
 
 
 class WeightCasts:
-    """The weights of a model that its graphs read low.
-
-    Args:
-        model: The model as a TrainStep calls it: a view, or with views inside.
-        mode: What was asked for. "auto" is "per_step" where a weight would be cast more than once a window. Where each
-            is cast once, both modes have the same casts, bytes and ops in eager mode, and their times differed by no
-            more than their spread.
-        accumulate_steps: Micro-batches in a window.
-
-    Attributes:
-        asked: As given.
-        parts: The views in the model.
-        copies: The low copies, which live as long as the step.
-
-    Raises:
-        PolicyError: `mode` is none of the three, or "per_step" and nothing can be kept.
-    """
+    """The weights that graphs read low, of a model as a TrainStep calls it: a view, or with views inside."""
 
     def __init__(self, model: nn.Module, mode: Mode, accumulate_steps: int) -> None:
         if mode not in get_args(Mode):
             raise PolicyError(f"weights must be one of {', '.join(map(repr, get_args(Mode)))}, got {mode!r}")
         self.asked, self._accumulate_steps = mode, accumulate_steps
-        self.copies, self._scope = Copies("cast_once", bounded=True), contextlib.ExitStack()
+        self.copies, self._scope = Copies("cast_once", bounded=True), contextlib.ExitStack()  # for the step's life
         parts = list(parts_of(model))
         self.parts = [module for _, module, _ in parts if is_view(module)]
         self._refused = {path or "the model": reason for path, _, reason in parts if reason}
@@ -73,6 +57,7 @@ class WeightCasts:
         """Whether casts are kept for a window: "per_step", else "per_use"."""
         if self.asked == "per_use" or self._keeps_nothing:
             return "per_use"
+        # Where each weight is cast once, both modes have the same casts, bytes and ops in eager mode.
         return "per_step" if self.asked == "per_step" or self.times > 1 else "per_use"
 
     @property
@@ -106,12 +91,10 @@ class WeightCasts:
         """Let views read copies inside this context; what was cast stays valid after it, until `end`."""
         if self.mode == "per_use" or self.is_open:
             yield
-            return
-        try:
-            keep(self._scope, self.copies, self._views.values())
-            yield
-        finally:
-            self._scope.close()
+        else:
+            with self._scope:
+                keep(self._scope, self.copies, self._views.values())
+                yield
 
     @contextlib.contextmanager
     def window(self) -> Iterator[None]:

@@ -20,7 +20,6 @@ from ..observe import workload
 from ..observe.workload import output_of
 from .ranks.ranks import Ranks, agree, exchange, exchanged, groups_of, local
 from .scaler import LossScaler, forget_step, scale_of
-from .weights import WeightCasts
 
 if TYPE_CHECKING:
     from .step import TrainStep
@@ -65,11 +64,6 @@ def first_with_gradient(optimizers: Iterable[Optimizer]) -> Tensor | None:
     return next((p for o in optimizers for g in o.param_groups for p in g["params"] if p.grad is not None), None)
 
 
-def has_gradients(optimizer: Optimizer) -> bool:
-    """Say whether a parameter of an optimizer has a gradient."""
-    return first_with_gradient([optimizer]) is not None
-
-
 def holds_inf_or_nan(tensors: list[Tensor]) -> Tensor:
     """Return 1.0 on the device if any number is not finite, on any rank that has a part of them, else 0.0."""
     parts = [part.detach() for part in map(local, tensors) if part.numel()]
@@ -86,43 +80,24 @@ def holds_inf_or_nan(tensors: list[Tensor]) -> Tensor:
 
 
 class Mean(NamedTuple):
-    """What the gradients of a window are the mean of: so many micro-batches, over all ranks that have a replica.
+    """What the gradients of a window are the mean of."""
 
-    On the device, nonzero if every weight was 0; None where that cannot happen.
-    """
-
-    kept: int | Tensor
-    nothing: Tensor | None = None
+    kept: int | Tensor  # micro-batches, over all ranks that have a replica
+    nothing: Tensor | None = None  # on the device, nonzero if every weight was 0; None where that cannot happen
 
 
 class Window:
-    """One window: while it is open, its micro-batches read low copies of weights, and those stay valid between them.
+    """One window of a step, whose micro-batches read low copies of weights; its scale may be one of its own."""
 
-    Args:
-        scaler: What scales its losses.
-        given_scale: A scale for it, instead of the scaler's.
-        casts: The casts of weights that it keeps.
-        ranks: The ranks that exchange its gradients.
-        size: The number of micro-batches that complete it.
-
-    Attributes:
-        position: Micro-batches seen so far.
-        losses: Their losses, detached, of shape (), each with its weight over the first one's.
-        weighted: Whether weights were given.
-        exchanged: Whether the last backward has exchanged gradients, where replicas do.
-        batches: Inputs and target of each, as far as somebody may run them again.
-        reference: The first weight, or 1 where that is 0; None before there is one.
-    """
-
-    def __init__(
-        self, scaler: LossScaler, given_scale: float | None, casts: WeightCasts, ranks: Ranks, size: int
-    ) -> None:
-        self.scaler, self.given_scale, self.size = scaler, given_scale, size
-        self._casts, self._ranks = casts, ranks
-        self.position, self.weighted, self.exchanged = 0, False, True
-        self.losses: list[tuple[Tensor, Weight]] = []
-        self.batches: list[tuple[Any, Any]] = []
-        self.reference: Weight | None = None
+    def __init__(self, step: TrainStep, scale: float | None = None) -> None:
+        self.scaler = step.scaler if scale is None else LossScaler(init_scale=scale, dynamic=False)
+        self.given_scale, self.size = scale, step.accumulate_steps
+        self._casts, self._ranks = step.weights, step.ranks
+        self.position, self.weighted = 0, False  # micro-batches seen so far, and whether weights were given
+        self.exchanged = True  # the last backward has exchanged gradients, where replicas do
+        self.losses: list[tuple[Tensor, Weight]] = []  # detached, of shape (), each with its weight over the first's
+        self.batches: list[tuple[Any, Any]] = []  # inputs and target, as far as somebody may run them again
+        self.reference: Weight | None = None  # the first weight, or 1 where that is 0
         self._saved: Weight = 0.0  # the weights before a checkpoint of a version that saved no losses
         self._scale: float | Tensor | None = None
 
@@ -137,10 +112,6 @@ class Window:
         if self._scale is None:
             self._scale = scale_of(self.scaler)
         return self._scale
-
-    def scaled_by(self, scaler: LossScaler) -> None:
-        """Scale losses by another scaler: the one that is chosen once a model is captured."""
-        self.scaler, self._scale = scaler, None
 
     @contextlib.contextmanager
     def micro_batch(self) -> Iterator[None]:
@@ -217,16 +188,10 @@ class Window:
         self.reference, self.weighted = state.get("reference", 1.0), state.get("weighted", False)
 
 
-def window_of(step: TrainStep, scale: float | None = None) -> Window:
-    """Return a window of a step that is not open, with a scale of its own or that of the scaler."""
-    scaler = step.scaler if scale is None else LossScaler(init_scale=scale, dynamic=False)
-    return Window(scaler, scale, step.weights, step.ranks, step.options.accumulate_steps)
-
-
 def open_window(step: TrainStep, scale: float | None = None) -> Window:
     """Open a window of a step with a scale of its own, or return the one that is open."""
     if step.opened is None:
-        window = window_of(step, scale)
+        window = Window(step, scale)
         step.loop.before_window(scaled=step.undecided or window.scaler.is_enabled(), in_place=step.in_place)
         step.opened = window
     return step.opened

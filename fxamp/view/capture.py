@@ -45,13 +45,7 @@ _GOT = re.compile(r": got (.*)")  # what an op raised, in the text of Dynamo's e
 
 
 def capture_states(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Capture the present state of a view's model, and the others: train and eval, with gradients and without.
-
-    The present state has to be captured; of another one that cannot be, the plan says why.
-
-    Raises:
-        CaptureError: as `capture`.
-    """
+    """Capture the present state of a view's model, and those others that can be captured."""
     model = runner.model
     present = state_of(model)
     capture(runner, args, kwargs, check=False)
@@ -68,20 +62,15 @@ def capture_states(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]
 def capture(
     runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], check: bool | str = True, state: State | None = None
 ) -> None:
-    """Capture a state of a view's model, the present one by default, and check it, as `convert` says.
-
-    Raises:
-        CaptureError: the model rejects the inputs; or a captured graph does not compute what the model computes, and
-            what `torch.compile` does is right.
-        PlanError: the plan that is replayed is of another model.
-        PolicyError: an override of the policy matches nothing.
-    """
+    """Capture a state of a view's model, the present one by default, and check it, as `convert` says."""
     first, model, graphs = len(runner.graphs), runner.model, runner.graphs
     state = state or state_of(model)
     try:
         twin, inputs = twin_of(model, (args, kwargs))
     except NoTwinError as e:
-        _capture_on_itself(runner, (args, kwargs), state)
+        tensors = [t for t in (*model.parameters(), *strided((args, kwargs))) if type(t) in (nn.Parameter, Tensor)]
+        with same_attributes(model), kept((*model.buffers(), *tensors)):
+            _capture_on(runner, model, (args, kwargs), state, "first graph")
         broken = any(graph.broke for graph in graphs[first:])
         graphs.complete = graphs.complete and not broken
         ahead = ", and what comes after its first graph break not captured" if broken else ""
@@ -113,14 +102,6 @@ def capture(
         _refuse_unfit(runner, graphs.replayed)
 
 
-def _capture_on_itself(runner: Runner, inputs: Inputs, state: State) -> None:
-    """Capture the first graph of a model that has no copy, and put back what Python has written meanwhile."""
-    model = runner.model
-    tensors = [t for t in (*model.parameters(), *strided(inputs)) if type(t) in (nn.Parameter, Tensor)]
-    with same_attributes(model), kept((*model.buffers(), *tensors)):
-        _capture_on(runner, model, inputs, state, "first graph")
-
-
 def _capture_on(runner: Runner, model: nn.Module, inputs: Inputs, state: State, does: str) -> None:
     with same_random_state(), in_state(model, state), contextlib.suppress(Captured):
         try:
@@ -136,10 +117,7 @@ def _capture_on(runner: Runner, model: nn.Module, inputs: Inputs, state: State, 
 
 
 def _read_outside(runner: Runner, inputs: Inputs, state: State) -> list[str]:
-    """Return the names of the parameters that a call in a state reads and that are in no graph of it.
-
-    The model's own code is run for it, on a copy.
-    """
+    """Return the names of the parameters that a call of the model's own code reads and that are in no graph of it."""
     inside = {
         f"{prefix}{path}" for prefix, each in views_in(runner)
         for number in each.reached for path in each.graphs[number].names.values()
@@ -165,7 +143,6 @@ def _read_outside(runner: Runner, inputs: Inputs, state: State) -> list[str]:
 
 
 def _refuse_unmatched_ops(runner: Runner) -> None:
-    """Raise PolicyError where an override by op matches nothing in the graphs of a view."""
     graphs = [graph.captured for graph in runner.graphs]
     nodes = (n for gm in graphs for part in graphs_in(gm) for n in part.graph.nodes)
     found = {ops.name(n) for n in nodes if n.op.startswith("call")}
@@ -174,7 +151,6 @@ def _refuse_unmatched_ops(runner: Runner) -> None:
 
 
 def _refuse_unfit(runner: Runner, plan: Plan) -> None:
-    """Raise PlanError where the plan of a model in several graphs has nodes that none of them has."""
     state = state_of(runner.model)
     at = place_of(plan, state)
     if at is None and plan.states:

@@ -41,27 +41,16 @@ Gradients = dict[str, Tensor | Sketch | None]
 
 @dataclass(frozen=True)
 class _Run:
-    """What is kept of one run: output leaves, buffers, and gradients, None where they are not compared.
+    """What is kept of one run: of a large tensor a sketch, so that the next run has the memory to itself."""
 
-    Of a large tensor this is a sketch, so the next run has the memory of one forward and backward to itself. `read`
-    has the pairs of outputs of which autograd knows that the second was computed from the first.
-    """
-
-    outputs: list[Any]
+    outputs: list[Any]  # leaves
     buffers: dict[str, Tensor]
-    gradients: Gradients | None
-    read: frozenset[tuple[int, int]] = frozenset()
+    gradients: Gradients | None  # None where they are not compared
+    read: frozenset[tuple[int, int]]  # the pairs of outputs of which the second was computed from the first
 
 
 def check_capture(runner: Runner, run: Callable[..., _Run], check: bool | str) -> None:
-    """Compare what was captured with the model itself; a difference that is torch.compile's own is a note of the plan.
-
-    `run` is `run_twin` for these inputs.
-
-    Raises:
-        NotFaithfulError: what was captured differs, and what torch.compile captures does not.
-        NoTwinError: there is nothing to compare with.
-    """
+    """Compare what was captured with the model itself, by `run_twin`; note a difference that is torch.compile's."""
     graded = check is True and not runner.graphs.policy.level.rounds and torch.is_grad_enabled()
     try:
         expected = run("model", graded)
@@ -98,10 +87,7 @@ def check_capture(runner: Runner, run: Callable[..., _Run], check: bool | str) -
 
 
 def run_twin(runner: Runner, inputs: Inputs, what: str, graded: bool, exact: bool = False) -> _Run:
-    """Run the model's own code, the captured graphs, or those of torch.compile, on a twin and on copied inputs.
-
-    The model itself and torch.compile run without autocast if `exact`.
-    """
+    """Run the model's code, the captured graphs, or torch.compile's, on a twin; without autocast if `exact`."""
     if any(t.is_meta for t in (*runner.model.parameters(), *runner.model.buffers())):
         raise NoTwinError("it is on the meta device")
     twin, (given, named) = twin_of(runner.model, inputs)
@@ -158,8 +144,7 @@ def _called(runner: Runner, twin: nn.Module, args: Any, kwargs: Any, compiled: b
 def _gradients(outputs: Any, twin: nn.Module) -> Gradients | None:
     """Return the gradients of a weighted sum of the outputs by name; None if nothing requires any, {} if it raises.
 
-    A reentrant checkpoint raises, for example: it knows no backward of some inputs alone. A sketch is taken of each as
-    it comes, and its memory let go.
+    A sketch is taken of each as it comes, and its memory let go.
     """
     leaves = [t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor) and t.requires_grad]
     sources = {name: p for name, p in twin.named_parameters() if p.requires_grad}
@@ -178,7 +163,7 @@ def _gradients(outputs: Any, twin: nn.Module) -> Gradients | None:
     handles += [leaf.register_hook(lambda _: outermost.append(current_backward())) for leaf in leaves]
     try:
         computed = torch.autograd.grad(leaves, list(sources.values()), list(map(_weights, leaves)), allow_unused=True)
-    except RuntimeError:
+    except RuntimeError:  # of a reentrant checkpoint, for example, which knows no backward of some inputs alone
         return {}
     finally:
         for handle in handles:
@@ -197,7 +182,6 @@ def _weights(output: Tensor) -> Tensor:
 
 
 def _difference(expected: _Run, got: _Run) -> str:
-    """Return how two runs differ, "" where they do not."""
     if len(expected.outputs) != len(got.outputs):
         return f"{len(got.outputs)} outputs instead of {len(expected.outputs)}"
     for i, (a, b) in enumerate(zip(expected.outputs, got.outputs, strict=True)):
@@ -234,8 +218,7 @@ def _are_alike(a: Any, b: Any, floor: float) -> bool:
     return distance(a, b) <= max(GRADIENT_TOLERANCE * norm(a), floor) or equal(a, b)  # NaN, too
 
 
-def _floor(gradients: Gradients | None) -> float:
-    """Return the distance that does not count: a billionth of the largest gradient's norm."""
+def _floor(gradients: Gradients | None) -> float:  # the distance that does not count
     return 1e-9 * max((norm(g) for g in (gradients or {}).values() if g is not None), default=0.0)
 
 

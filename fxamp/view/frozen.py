@@ -81,11 +81,7 @@ def cast_once(model: Any) -> Iterator[Any]:
 
 
 def keep(scope: contextlib.ExitStack, copies: Copies, runners: Iterable[Runner]) -> None:
-    """Let views read copies until a scope closes, and a step of an optimizer end those of its weights.
-
-    Raises:
-        CaptureError: A view is frozen.
-    """
+    """Let views read copies until a scope closes, and a step of an optimizer end those of its weights."""
     for runner in runners:
         scope.callback(runner.opened.close, copies)
         runner.opened.open(copies, type(runner.model).__name__)
@@ -102,7 +98,6 @@ def parts_of(model: nn.Module, path: str = "", reason: str = "") -> Iterator[tup
 
 
 def _why_not(module: nn.Module) -> str:
-    """Return why no casts in a module are kept, "" if they may be."""
     if compiled_call(module) is not None:
         return "is compiled in place, by graphs that cast weights themselves"
     original = original_of(module)
@@ -161,10 +156,7 @@ def frozen(converted: Any) -> Iterator[Any]:
 
 
 def weights_of(graph: Graph) -> tuple[list[tuple[str, Lifted, int]], dict[str, str]]:
-    """Return the weights whose casts can be lifted out of a graph, and why those of others stay in it, by name.
-
-    Of each it is the name in the model, the cast, and how often a call makes it, which a checkpoint does twice.
-    """
+    """Return names, casts and counts of the weights that can be lifted out of a graph, and why others stay, by name."""
     names, gm = graph.names, graph.emitted
     if any(n.op == "call_function" and row_of(n).recomputed for n in gm.graph.nodes):
         casts_before_checkpoints(gm := copied(gm), names)

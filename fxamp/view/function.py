@@ -65,28 +65,15 @@ _STAYS = (
 
 
 class Function:
-    """One compiled function of a view: its cache, and what became of the frames that its calls reached.
-
-    Args:
-        model: the view's model.
-        settings: the view's.
-        graphs: where what is captured is kept.
-        method: the name of the method that is captured, "" for a call.
-        opened: in a window, the copies of weights: casts of parameters are inputs of the graphs then.
-
-    Attributes:
-        frames: what Dynamo makes of each frame.
-        stale: says, if not None, that what was captured holds no longer.
-        called: a call has ended since the function was made, or cleared.
-    """
+    """One compiled function of a view; with copies of weights, `opened`, their casts are inputs of its graphs."""
 
     def __init__(
         self, model: nn.Module, settings: Settings, graphs: Graphs, method: str, opened: Opened | None = None
     ) -> None:
         self.settings, self.graphs, self.method, self.opened = settings, graphs, method, opened
         forget_the_gone()
-        self.stale: Callable[[], bool] | None = None
-        self.called = False
+        self.stale: Callable[[], bool] | None = None  # says that what was captured holds no longer
+        self.called = False  # a call has ended since the function was made, or cleared
         self._model, self._author = model, _code_of(model, method)
         function = function_of(model, graphs, method)
         self._code = function.__code__
@@ -106,8 +93,9 @@ class Function:
 
         def asks() -> bool:
             call, found = current(), ours()
-            if found is not None:
-                found._note_low(model if call is None else call.model)
+            if found is not None:  # before a call that is captured
+                named = (model if call is None else call.model).named_parameters()
+                found._low_before = {name for name, _ in low_parameters(named)}
             return graphs.restores and call is not None and meets_low(call.model, (call.args, call.kwargs))
 
         answer_whether_exporting()
@@ -182,21 +170,14 @@ class Function:
         return made
 
     def _lifted(self, gm: GraphModule, inputs: list[Any], model: nn.Module, whole: bool) -> tuple[Any, list[Any], Any]:
-        """Return a graph with casts of weights as inputs, what it is compiled for, and what gives these in a call.
-
-        They are where copies of weights are open, and in a call of several graphs, where one cast serves all of them;
-        what is compiled casts in its kernels.
-        """
-        uncompiled = self.settings.backend == "eager"
-        several = uncompiled and not whole and self.graphs.policy.level.rounds
+        """Return a graph with casts of weights as inputs, what it is compiled for, and what gives these in a call."""
+        uncompiled = self.settings.backend == "eager"  # else kernels cast
+        several = uncompiled and not whole and self.graphs.policy.level.rounds  # one cast serves all graphs of a call
         if not (self.opened is not None or several) or any(map(is_gathered, model.modules())):
             return gm, inputs, None
         gm, examples, lifted = lift(gm, inputs, sums_inside=not uncompiled)
-        return gm, examples, partial(lifted_inputs, lifted, self.opened or _none, whole=whole) if lifted else None
-
-    def _note_low(self, model: nn.Module) -> None:
-        """Note which parameters are low before a call that is captured."""
-        self._low_before = {name for name, _ in low_parameters(model.named_parameters())}
+        opened = self.opened or (lambda: None)
+        return gm, examples, partial(lifted_inputs, lifted, opened, whole=whole) if lifted else None
 
     def _note_lowered(self, model: nn.Module) -> None:
         """Note, before a graph is captured, what forward has made low by then; FSDP gathers low copies of its own."""
@@ -227,24 +208,17 @@ class Function:
 
 
 def _parameters_written(graph: Graph) -> tuple[int, ...]:
-    """Return the places of the parameters that a graph writes."""
     aliases, inputs = Aliases(graph.emitted.graph), graph.emitted.graph.find_nodes(op="placeholder")
     return tuple(at for at in graph.places if aliases.is_mutated(inputs[at]))
 
 
-def _none() -> None:
-    """Return the copies of weights that are open: none."""
-
-
 def _let_go(codes: Iterable[types.CodeType], backend: Callable[..., Any], calls: Iterable[GraphCall]) -> None:
-    """Let go of the graphs of a view that is gone; what Dynamo has of them is forgotten by `forget_the_gone`."""
-    forget_later(codes, backend)
+    forget_later(codes, backend)  # by `forget_the_gone`
     for call in calls:
         call.release()
 
 
 def _tracing_settings(model: nn.Module, settings: Settings) -> dict[str, Any]:
-    """Return Dynamo's settings while it captures a model."""
     change: dict[str, Any] = {"error_on_recompile": True} if settings.on_change == "error" else {}
     if any(isinstance(module, nn.RNNBase) for module in model.modules()):
         change["allow_rnn"] = True  # or Dynamo leaves what calls a recurrent layer to Python
@@ -275,7 +249,6 @@ def _idle(run: Callable[..., Any], broke: str) -> Callable[..., Any]:
 
 
 def _enter_region(gm: GraphModule, device: str) -> None:
-    """Put a graph into the autocast region of the author's own that it was captured in."""
     first = next(n for n in gm.graph.nodes if n.op != "placeholder")
     state = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device), None
     with gm.graph.inserting_before(first):
@@ -332,26 +305,22 @@ def function_of(
 
 
 def _globals_for(model: nn.Module) -> dict[str, Any]:
-    """Return the globals for the function to compile: of a module of the model that Python cannot import, else ours.
-
-    Dynamo imports the module of a function that it inlines, unless it has the globals of the outermost function.
-    """
+    """Return the globals for the function to compile: of a module of the model that Python cannot import, else ours."""
+    # Dynamo imports the module of a function that it inlines, unless it has the globals of the outermost function.
     for forward in dict.fromkeys(forward_of(type(module)) for module in model.modules()):
         found: dict[str, Any] = getattr(forward, "__globals__", globals())
         name = found.get("__name__")
         if name in sys.modules and vars(sys.modules[name]) is not found:
             return found  # another module has this name
-        if name is not None and name not in sys.modules and not _is_found(name):
-            return found
+        if name is not None and name not in sys.modules:
+            try:
+                known = importlib.util.find_spec(name) is not None
+            except (ImportError, ValueError):
+                known = False
+            if not known:
+                return found
     return globals()
 
 
-def _is_found(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):
-        return False
-
-
 def _global_hooks() -> list[int]:
-    return [id(hook) for hook in global_module_hooks()]
+    return list(map(id, global_module_hooks()))

@@ -44,10 +44,7 @@ _ARGUMENT = re.compile(r"L\['args'\]\[(\d+)\]|L\['kwargs'\]\['(\w+)'\]")
 
 
 def ordered(runner: Runner) -> list[Graph]:
-    """Return the graphs of a view, each once, in an order that does not depend on which was captured first.
-
-    Those that read what the model has no more, as after a layer was merged or replaced, are left out if others do not.
-    """
+    """Return the graphs of a view, each once, in an order that does not depend on which was captured first."""
     places = {path: i for i, (path, _) in enumerate(runner.model.named_modules())}
 
     def order(graph: Graph) -> tuple[Any, ...]:
@@ -60,7 +57,6 @@ def ordered(runner: Runner) -> list[Graph]:
 
 
 def _attributes(model: nn.Module) -> dict[str, Any]:
-    """Return parameters, buffers and tensors in plain attributes of a model by all their names."""
     held = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     return {**plain(model), **dict(held)}
 
@@ -111,14 +107,7 @@ def parts_of(runner: Runner, decided: Callable[[Graph], Plan] = lambda graph: gr
 
 
 def plan_of(runner: Runner, decided: Callable[[Graph], Plan] = lambda graph: graph.plan) -> Plan:
-    """Return the plan of a view over all graphs that were captured, those of views inside its model too.
-
-    `decided` gives what is decided on each graph, as by another policy or under other costs; nothing is captured for
-    it, and the view stays as it is.
-
-    Raises:
-        CaptureError: nothing was captured yet.
-    """
+    """Return the plan of a view and of those inside its model, by what is `decided` on each graph that was captured."""
     parts = parts_of(runner, decided)
     if not parts:
         raise CaptureError(
@@ -148,10 +137,7 @@ def plan_of(runner: Runner, decided: Callable[[Graph], Plan] = lambda graph: gra
 
 
 def _read_across(policy: Policy, graphs: Sequence[Placed]) -> list[str]:
-    """Name the weights of which graphs on both sides of a break read casts of their own; autocast's cache has one.
-
-    They do where the graphs are compiled, and where one of them writes the weight.
-    """
+    """Name the weights of which graphs on both sides of a break read casts of their own; autocast's cache has one."""
     if not policy.level.is_autocasts:
         return []
     breaks: dict[str, set[str]] = {}
@@ -160,7 +146,7 @@ def _read_across(policy: Policy, graphs: Sequence[Placed]) -> list[str]:
         inputs = graph.emitted.graph.find_nodes(op="placeholder")
         written = Aliases(graph.emitted.graph)
         for at, name in graph.names.items():
-            if graph.kept is not None or written.is_mutated(inputs[at]):
+            if graph.kept is not None or written.is_mutated(inputs[at]):  # the graph is compiled, or writes the weight
                 apart.add(prefix + name)
             if any(map(is_inserted, inputs[at].users)):
                 breaks.setdefault(prefix + name, set()).add(graph.broke)

@@ -55,6 +55,5 @@ class HookWatch:
         self._present = [(table, key) for table in filter(None, self._tables) for key in table]
 
 
-def _everywhere() -> set[int]:
-    """Return the hooks that run for every module, by identity."""
+def _everywhere() -> set[int]:  # the hooks that run for every module
     return {id(hook) for hook in global_module_hooks() if not is_module_tracker(hook)}

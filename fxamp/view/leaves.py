@@ -26,25 +26,19 @@ Add = Callable[[list[Tensor], list[Tensor]], None]
 
 
 class _Leaf:
-    """The low copy of one weight.
-
-    Attributes:
-        master: the weight.
-        low: the copy, a leaf that requires a gradient as the weight does.
-        contents: what the weight was when it was cast, as far as it can be told; None if it was stepped since.
-        read: a graph has read it since the window opened.
-        both: the weight gets a gradient of its own too, since something reads it in FP32.
-        sums: before backward the weight has a gradient, of earlier micro-batches.
-        total: its gradient of earlier micro-batches then, since autograd adds up the two of each micro-batch first.
-    """
+    """The low copy of one weight, its master."""
 
     __slots__ = ("both", "contents", "low", "master", "read", "sums", "total")
 
     def __init__(self, master: Tensor, dtype: torch.dtype) -> None:
-        self.master, self.read, self.both, self.sums = master, True, False, False
-        self.total: Tensor | None = None
+        self.master, self.read = master, True  # a graph has read it since the window opened
+        self.both = False  # the weight gets a gradient of its own too, since something reads it in FP32
+        self.sums = False  # before backward the weight has a gradient, of earlier micro-batches
+        self.total: Tensor | None = None  # which is here then: autograd adds up the two of each micro-batch first
         self.low = master.detach().to(dtype, copy=True).requires_grad_(master.requires_grad)
-        self.contents: Any = contents_of(master)
+        self.contents: Any = contents_of(
+            master
+        )  # when it was cast, as far as can be told; None if it was stepped since
         mark_static_address(self.low)
 
     def fits(self, master: Tensor) -> bool:
@@ -61,13 +55,10 @@ class Leaves:
 
     A copy is cast again after its weight was written, moved or replaced, or an optimizer has stepped. A compiled update
     writes copies itself, and says so by `note_written`. An edit through `.data` shows in nothing.
-
-    Attributes:
-        reason: why weights are not read through leaves, "" if they are.
     """
 
     def __init__(self) -> None:
-        self.reason = ""
+        self.reason = ""  # why weights are not read through leaves
         self._leaves: dict[tuple[int, torch.dtype, int], _Leaf] = {}  # by weight, dtype and number
         hook = register_optimizer_step_post_hook(functools.partial(stepped_outside, weakref.ref(self)))
         weakref.finalize(self, hook.remove)
@@ -110,10 +101,7 @@ class Leaves:
             leaf.sums = leaf.master.grad is not None
 
     def arrive(self, add: Add | None = None, *, where_both: bool = False) -> None:
-        """Move gradients to the weights, in their dtype; with `where_both`, to those that have one already.
-
-        `add(to, gradients)` adds gradients to others in place.
-        """
+        """Move gradients to the weights, in their dtype; with `where_both`, `add` them to those that have one."""
         first: list[tuple[Tensor, Tensor]] = []
         more: list[tuple[Tensor, Tensor]] = []
         for leaf in self._leaves.values():
@@ -159,7 +147,6 @@ class Leaves:
                 leaf.contents = None
 
     def _cast_together(self) -> None:
-        """Cast again, in place, all whose weights were written since."""
         stale = [leaf for leaf in self._leaves.values() if leaf.contents != contents_of(leaf.master)]
         stale = [leaf for leaf in stale if leaf.fits(leaf.master)]
         with torch.no_grad():

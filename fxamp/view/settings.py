@@ -16,11 +16,7 @@ from ..capture.backend import Inner
 
 @dataclass(frozen=True)
 class Settings:
-    """Arguments of `convert`, of the same names.
-
-    Raises:
-        PolicyError: there is no such setting.
-    """
+    """Arguments of `convert`, of the same names."""
 
     backend: Inner = "eager"
     mode: str | None = None

@@ -51,7 +51,6 @@ def switch_back(model: nn.Module, policies: Mapping[str, tuple[Policy, Plan | No
 
 
 def _part(plan: Plan, prefix: str) -> Plan:
-    """Return the part of a plan of a whole model that is of one view in it, with paths from there."""
     inside = [d for d in plan.decisions if f"{d.module_path}.".startswith(prefix)]
     if not inside:
         raise PolicyError(f"the plan is of another model: it decides on nothing in '{prefix[:-1]}', which is a view")
@@ -61,7 +60,6 @@ def _part(plan: Plan, prefix: str) -> Plan:
 
 
 def _settled(runner: Runner, policy: Policy) -> Policy:
-    """Return a policy with the device and low dtype of a view; refuse one that names others."""
     now = runner.graphs.policy
     for what, asked, has in (("dtype", policy.dtype, now.dtype), ("device", policy.device, now.device)):
         if asked is not None and has is not None and asked != has:

@@ -34,10 +34,7 @@ _MARK = {"cache_enabled": False}  # by which the region of a view is told from t
 
 
 def traced(runner: Runner, reads: Callable[[Any], Any] | None = None) -> Callable[..., Any]:
-    """Return what a view calls while it is traced: the model in a marked region; in other code, the view itself.
-
-    Of its outputs `reads` returns what the code around it reads, and they are all that is cast; None for all of them.
-    """
+    """Return what a view calls while it is traced: the model in a marked region, which casts the outputs it `reads`."""
     forward = function_of(runner.model, runner.graphs, "", in_original_dtype, reads, **_MARK)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -56,12 +53,10 @@ def in_original_dtype(value: Tensor) -> Tensor:
 def convert_views(
     gm: GraphModule, inputs: Sequence[Any], runners: Sequence[Runner], made: list[Graph], *, eager: bool
 ) -> list[Part]:
-    """Convert the regions of views in a graph from Dynamo, in place; a view that has no graph yet keeps this one.
+    """Convert the regions of views in a graph from Dynamo, in place; return which of the nodes are of which plan.
 
-    Returned is which of the nodes are of which plan.
-
-    `made` are the graphs that views have from earlier calls, to which new ones are added. In a graph that runs as it
-    is, `eager`, casts may share a storage.
+    A view that has no graph yet keeps this one, and it is added to those `made` in earlier calls. In a graph that runs
+    as it is, `eager`, casts may share a storage.
     """
     if eager:
         recompute_as_written(gm)
@@ -98,7 +93,6 @@ def _convert(gm: GraphModule, inputs: Sequence[Any], runner: Runner, made: list[
 
 
 def _runner_of(runners: Sequence[Runner], inputs: Sequence[Any]) -> Runner:
-    """Return what runs the view whose parameters are among some inputs."""
     given = {id(value) for value in inputs}
     reads = (r for r in runners if any(id(t) in given for t in (*r.model.parameters(), *r.model.buffers())))
     return next(reads, runners[0])

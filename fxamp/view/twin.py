@@ -30,11 +30,7 @@ class NoTwinError(Exception):
 
 
 def twin_of(model: nn.Module, inputs: Inputs = ((), {})) -> tuple[nn.Module, Inputs]:
-    """Return a copy of a model, and one of its inputs, in which tensors share storages as in the originals.
-
-    Raises:
-        NoTwinError: the model is sharded, or does not let itself be copied.
-    """
+    """Return a copy of a model, and of its inputs, that share storages as those do; NoTwinError if it has none."""
     if any(map(is_spread, model.parameters())):
         raise NoTwinError("its parameters are sharded")
     memo: dict[Any, Any] = {"torch": {}, COPIES_A_MODEL: True}  # torch notes in the first which storages are copied
@@ -44,8 +40,10 @@ def twin_of(model: nn.Module, inputs: Inputs = ((), {})) -> tuple[nn.Module, Inp
             if isinstance(value, Tensor):
                 memo[id(value)] = _on_write(value, memo["torch"])
         for module in model.modules():
-            if isinstance(module, GraphModule):
-                _copy_graph(module, memo)
+            if isinstance(module, GraphModule):  # whose own copy has another class and code, which Dynamo guards
+                like: Any = object.__new__(type(module))
+                memo[id(module)], memo[id(module.graph)] = like, module.graph
+                vars(like).update(copy.deepcopy(vars(module), memo))
         made: nn.Module = copy.deepcopy(model, memo)
     except Exception as e:  # whatever a class raises that does not let itself be copied
         raise NoTwinError(f"it cannot be copied ({in_short(e)})") from e
@@ -54,13 +52,6 @@ def twin_of(model: nn.Module, inputs: Inputs = ((), {})) -> tuple[nn.Module, Inp
         return made, copy.deepcopy(inputs, memo)
     except Exception:  # of an object in which a tensor is, for example
         return made, pytree.tree_map(lambda value: memo.get(id(value), value), inputs)
-
-
-def _copy_graph(module: GraphModule, memo: dict[Any, Any]) -> None:
-    """Copy a graph as one of the same class: torch's own copy has another class and other code, which Dynamo guards."""
-    made: Any = object.__new__(type(module))
-    memo[id(module)], memo[id(module.graph)] = made, module.graph
-    vars(made).update(copy.deepcopy(vars(module), memo))
 
 
 def _on_write(value: Tensor, storages: dict[int, Any]) -> Tensor:

@@ -47,9 +47,8 @@ _LIBRARIES = (
 class _Forward:
     """`view.forward`: a call of the view, with the author's signature.
 
-    It has no `__wrapped__`: who unwraps, as Accelerate does, must not get past the view. What is written there wraps
-    the call from outside, between the model's hooks, as on any module; it never enters a graph, where its autocast
-    would pin every op, and never reaches the model.
+    What is written there wraps the call from outside, between the model's hooks, as on any module; it never enters a
+    graph, where its autocast would pin every op, and never reaches the model.
     """
 
     def __init__(self, call: Callable[..., Any]) -> None:
@@ -88,11 +87,10 @@ class View:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make an instance of the author's class: `type(view)(...)`, and `view[1:]` of a sequence, are new models."""
-        author = cls.__mro__[cls.__mro__.index(View) + 1]
-        return author(*args, **kwargs)
+        return cls.__mro__[cls.__mro__.index(View) + 1](*args, **kwargs)
 
     def __init_subclass__(cls, **_: Any) -> None:
-        """Do nothing: a view's class is none of the author's subclasses."""
+        pass  # a view's class is none of the author's subclasses
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the plan."""
@@ -128,7 +126,6 @@ class View:
         return made
 
     def __prepare_scriptable__(self) -> Any:
-        """Refuse `torch.jit.script`, which asks a module for what it is to script."""
         raise CaptureError(
             "torch.jit.script of a view would lose its plan: export the model itself, then pass the result to "
             "fxamp.convert."
@@ -169,21 +166,17 @@ def is_view(value: object) -> bool:
 
 
 def _arguments(runner: Runner) -> dict[str, Any]:
-    """Return what another view of the same kind is made with."""
     return {**vars(runner.settings), "replayed": runner.graphs.replayed}
 
 
 def make_view(model: nn.Module, policy: Policy, *, replayed: Plan | None = None, **settings: Any) -> Any:
-    """Return a view of a model, which captures at its first call; further arguments are `Settings`.
-
-    Raises:
-        PolicyError: there is no such setting, or a method that is to be captured does not exist.
-    """
+    """Return a view of a model, which captures at its first call; further arguments are `Settings`."""
     cls = type(model)
     runner = Runner(model, Settings(**settings), Graphs(policy, replayed))
     call = _named_as(cls.forward, lambda self, *args, **kwargs: type(self)._fxamp_runner.forward(args, kwargs, self))
+    slots = {n for kind in cls.__mro__ for n in getattr(kind, "__slots__", ()) if n not in ("__dict__", "__weakref__")}
     members = {
-        **_methods_of(cls, runner.settings.methods), **_slots_of(cls), "forward": _Forward(call),
+        **_methods_of(cls, runner.settings.methods), **{name: _slot(name) for name in slots}, "forward": _Forward(call),
         "__doc__": cls.__doc__, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "_fxamp_runner": runner,
     }  # fmt: skip
     # A metaclass of the author's may keep a registry of classes, in which a view's class has no place.
@@ -201,7 +194,6 @@ def _over(model: nn.Module, kind: type) -> Any:
 
 
 def _methods_of(cls: type, captured: Sequence[str]) -> dict[str, Any]:
-    """Return what a view has in the place of the author's methods."""
     out: dict[str, Any] = {}
     for kind in reversed(cls.__mro__):
         sharded = kind.__name__ == "FSDPModule"
@@ -217,12 +209,6 @@ def _methods_of(cls: type, captured: Sequence[str]) -> dict[str, Any]:
             elif not hasattr(nn.Module, name):
                 out[name] = _captured(function) if name in captured else _in_region(function, kind)
     return out
-
-
-def _slots_of(cls: type) -> dict[str, Any]:
-    """Return properties that read and write the model's slots, which are not in its `__dict__`."""
-    names = {n for kind in cls.__mro__ for n in getattr(kind, "__slots__", ()) if n not in ("__dict__", "__weakref__")}
-    return {name: _slot(name) for name in names}
 
 
 def _slot(name: str) -> property:
@@ -243,8 +229,7 @@ def _captured(function: Any) -> Any:
 def _in_region(function: Any, kind: type | None = None) -> Any:
     """Return a method of the author's that runs under the view's autocast, a generator or coroutine at each step.
 
-    One that is plain is that which its class, `kind`, has at the call, and a line of the log says that it is not
-    captured, where it is given a tensor or returns one.
+    One that is plain is that which its class, `kind`, has at the call.
     """
     make = next((make for is_kind, make in _STEPPED.items() if is_kind(function)), None)
     made = _plain(function, kind) if make is None else make(function, functools.partial(_begun, function))
@@ -277,7 +262,7 @@ def _plain(author: Any, kind: type | None) -> Any:
             return function(self, *args, **kwargs)
         with region():
             made = function(self, *args, **kwargs)
-        if kind is not None and name != "generate":
+        if kind is not None and name != "generate":  # where there are tensors, a line of the log says it
             values = pytree.tree_leaves((args, kwargs, made))
             if any(isinstance(value, torch.Tensor) for value in values):
                 runner_of(self).say_uncaptured(name)
@@ -344,7 +329,7 @@ _awaited: Any = types.coroutine(_stepped)
 
 
 def _named_as(author: Any, call: Any) -> Any:
-    """Give a function the author's name, text and signature, but no `__wrapped__`."""
+    """Give a function the author's name, text and signature, but no `__wrapped__`, which would get past the view."""
     call.__name__, call.__qualname__ = author.__name__, author.__qualname__
     call.__doc__, call.__module__ = author.__doc__, author.__module__
     call.__signature__ = inspect.signature(author)

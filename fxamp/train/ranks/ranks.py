@@ -28,19 +28,12 @@ _BUCKET = 25 * 2**20  # bytes that are exchanged together, as DistributedDataPar
 
 
 class Ranks:
-    """The ranks that train one model together, and what they exchange; a single rank exchanges nothing.
-
-    Attributes:
-        replicas: The parts of the model that exchange gradients in backward.
-        groups: The groups of ranks that the model's parameters are spread over, or their gradients exchanged in.
-        spread: Whether parameters are spread over ranks.
-        apart: Names of the other trained parameters, whose gradients no replica exchanges.
-        late: The parts of the model that FSDP2 shards, where it reduces their gradients once a window; else none.
-    """
+    """The ranks that train one model together, and what they exchange; a single rank exchanges nothing."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], reduce: str = "micro_batch") -> None:
         self._model, self._optimizers, self._reduce = model, optimizers, reduce
         sharded: list[Any] = [module for module in model.modules() if is_sharded(module)]
+        # The parts of the model that FSDP2 shards, where it reduces their gradients once a window.
         self.late = sharded if reduce == "window" or not all(map(reduces_gradients, sharded)) else []
         self.replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
         owned = {id(p) for replica in self.replicas for p in exchanged(replica)}
@@ -49,10 +42,11 @@ class Ranks:
             for group in optimizer.param_groups:
                 trained.update((p, "a parameter of the optimizer only") for p in group["params"] if p not in trained)
         self.spread = any(map(is_spread, trained))
+        # The names of the other trained parameters, whose gradients no replica exchanges.
         self.apart = [name for p, name in trained.items() if id(p) not in owned and not is_spread(p)]
         together: list[Any] = [replica.process_group for replica in self.replicas]
         several = [group for group in together if dist.get_world_size(group) > 1]
-        self.groups = list(dict.fromkeys([*several, *groups_of(trained)]))
+        self.groups = list(dict.fromkeys([*several, *groups_of(trained)]))  # that share parameters, or their gradients
 
     @property
     def decide_apart(self) -> bool:
@@ -92,11 +86,6 @@ class Ranks:
             stack.enter_context(replica.no_sync())
         return stack
 
-    def settle(self) -> None:
-        """Let backward exchange gradients again, where an interrupt has kept a micro-batch from saying so."""
-        for replica in self.replicas:
-            replica.require_backward_grad_sync = True
-
     def seen(self, count: int) -> int:
         """Return the number of micro-batches that all replicas together have processed; every rank has to call this."""
         for replica in self.replicas[:1]:
@@ -132,10 +121,10 @@ def exchanged(replica: DistributedDataParallel) -> list[nn.Parameter]:
 
 @torch.no_grad()
 def exchange(replica: DistributedDataParallel, counts: Tensor, share: float | Tensor) -> Tensor:
-    """Exchange gradients outside backward: each becomes the mean over the micro-batches of all ranks.
+    """Exchange gradients outside backward, without communication hooks: each becomes the mean over all micro-batches.
 
-    A gradient that no rank has stays None. Communication hooks are not run: they belong to backward. `counts` begins
-    with the number of micro-batches of this rank, and is returned summed over ranks; `share` divides gradients already.
+    A gradient that no rank has stays None. `counts` begins with the number of micro-batches of this rank, and is
+    returned summed over ranks; `share` divides gradients already.
     """
     group, trained = replica.process_group, exchanged(replica)
     counts = counts.clone()
@@ -153,7 +142,6 @@ def exchange(replica: DistributedDataParallel, counts: Tensor, share: float | Te
 
 
 def _buckets(params: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield parameters in order, several together that have one dtype and one device."""
     bucket: list[nn.Parameter] = []
     size = 0
     for p in params:

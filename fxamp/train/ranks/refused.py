@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from passes.contract.errors import PolicyError
 
@@ -72,7 +71,12 @@ def refuse_unfit_ranks(ranks: Ranks, *, accumulate_steps: int, scaled: bool) -> 
                 "DistributedDataParallel(mixed_precision=...) casts parameters and gradients itself: leave it out, "
                 "since the graph of a converted model does its own casts."
             )
-        _refuse_hook(replica, scaled)
+        if scaled and any(type(state).__name__ == "PowerSGDState" for state in communication_states(replica)):
+            raise PolicyError(
+                f"the communication hook '{communication_hook(replica)}' carries its compression error into the next "
+                "step, at the old loss scale; after one overflow that error stays NaN. Train in BF16 without loss "
+                "scaling, or use fp16_compress_hook or bf16_compress_hook"
+            )
     if ranks.replicas and ranks.apart and not ranks.spread:
         ignored = {name for replica in ranks.replicas for name in replica.parameters_to_ignore}
         forgotten = [name for name in ranks.apart if not any(name.endswith(one) for one in ignored)]
@@ -84,23 +88,12 @@ def refuse_unfit_ranks(ranks: Ranks, *, accumulate_steps: int, scaled: bool) -> 
             )
 
 
-def _refuse_hook(replica: DistributedDataParallel, scaled: bool) -> None:
-    hook = communication_hook(replica)
-    if scaled and any(type(state).__name__ == "PowerSGDState" for state in communication_states(replica)):
-        raise PolicyError(
-            f"the communication hook '{hook}' carries its compression error into the next step, at the old loss scale; "
-            "after one overflow that error stays NaN. Train in BF16 without loss scaling, or use fp16_compress_hook or "
-            "bf16_compress_hook"
-        )
-
-
 def refuse_differences(ours: Mapping[str, object], groups: Sequence[Any], model: nn.Module) -> None:
     """Exchange settings, by their `repr`, with the ranks of some groups, and of those ranks' groups.
 
     Raises:
-        PolicyError: Ranks differ in settings (raised on all of them). A rank takes its first step of this model with
-            other ranks than this one does (raised on the ranks that wait for it, and on it if it comes later). A rank
-            did not arrive within the timeout of the process group.
+        PolicyError: On all ranks, settings differ; or, on those that wait for it and on itself, a rank takes its first
+            step of this model with other ranks; or one did not arrive within the timeout of the process group.
     """
     store, us = store_of_ranks(), dist.get_rank()
     told = {name: repr(value) for name, value in ours.items()}
@@ -153,7 +146,6 @@ def _wait_for(store: Any, rank: int, place: str, step: str, ranks: list[int], un
 
 
 def _partners(store: Any, step: str) -> list[list[int]] | None:
-    """Return the groups with which a rank takes a step, None if the rank has not reached that step."""
     return json.loads(store.get(step)) if store.check([step]) else None
 
 
@@ -166,7 +158,6 @@ def _refuse_others(groups: Mapping[int, Sequence[list[int]]]) -> None:
 
 
 def _listed(name: str, known: Mapping[int, Mapping[str, str]]) -> str:
-    """List the values of a setting, each with the ranks that have it."""
     ranks: dict[str, list[int]] = defaultdict(list)
     for rank, settings in sorted(known.items()):
         ranks[settings.get(name, "nothing")].append(rank)
