@@ -9,6 +9,7 @@ advice      the fastest of those whose error is near autocast's; FP32 where none
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import statistics
@@ -16,7 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -30,13 +31,14 @@ from ..convert import convert, plan_of
 from ..diagnose.batches import Batch
 from ..diagnose.step import AUTOCAST, FP32, POLICIES, Step, diagnostic, names_of, step_of
 from ..error.estimate import estimated
-from ..error.measure import measured
+from ..error.measure import measure_error, measured
 from ..error.report import Errors
 from ..measure.counts import laps, saved_bytes
 from ..observe.workload import Loss
 from ..results import Result, named, table
-from .tune import Search
+from .tune import Search, tune
 
+F = TypeVar("F", bound=Callable[..., Any])
 TUNED = "tuned"
 _SECONDS = 8.0  # for all timed steps together
 _ROUNDS = (7, 60)  # at least and at most
@@ -47,33 +49,21 @@ _ALIKE = 1.02  # errors that differ by less than this factor are equal
 
 @dataclass(frozen=True)
 class Option:
-    """One way to train.
+    """One way to train."""
 
-    Attributes:
-        name: "FP32", "autocast", "O1", "O2", "O3", or "tuned", which is `fxamp.tune` at autocast's error.
-        seconds: The median time of a step: forward, loss and backward.
-        spread: Half of the width of its 95 % interval, from ratios to the time of FP32 in the same round; 0 for FP32.
-        casts: How many casts a step makes.
-        cast_bytes: The bytes that these read and write.
-        saved_bytes: The bytes saved for backward, parameters apart.
-        loss: The measured RMS error of the loss.
-        gradient: The measured relative error of the gradient, RMS over parameters.
-        predicted_loss: The predicted RMS error of the loss; None where nothing is predicted.
-        predicted_gradient: The predicted relative error of the gradient, RMS over parameters; None likewise.
-        skipped: In FP16: how many steps are skipped until the loss scale, 65536 at first, fits.
-    """
-
-    name: str
-    seconds: float
+    name: str  # "FP32", "autocast", "O1", "O2", "O3", or "tuned", which is `fxamp.tune` at autocast's error
+    seconds: float  # the median time of a step: forward, loss and backward
+    # half of the width of its 95 % interval, from ratios to the time of FP32 in the same round; 0 for FP32
     spread: float
-    casts: int
-    cast_bytes: int
-    saved_bytes: int
-    loss: float
-    gradient: float
-    predicted_loss: float | None = None
+    casts: int  # how many casts a step makes
+    cast_bytes: int  # the bytes that these read and write
+    saved_bytes: int  # the bytes saved for backward, parameters apart
+    loss: float  # the measured RMS error of the loss
+    gradient: float  # the measured relative error of the gradient, RMS over parameters
+    predicted_loss: float | None = None  # the predicted RMS error of the loss; None where nothing is predicted
+    # the predicted relative error of the gradient, RMS over parameters; None likewise
     predicted_gradient: float | None = None
-    skipped: int = 0
+    skipped: int = 0  # in FP16: how many steps are skipped until the loss scale, 65536 at first, fits
 
 
 @public
@@ -311,3 +301,22 @@ def _ratio(one: Option, other: Option) -> str:
 
 def _shown(value: float | None) -> str:
     return "" if value is None else f"{value:.2g}"
+
+
+def _before(name: str, function: F, now: str, *needs: str) -> F:
+    """Return a function under the name that it had before, which is accepted for a release; it `needs` arguments."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        warnings.warn(f"fxamp.{name} is now fxamp.{now}; the old name goes after 0.2.", DeprecationWarning, 2)
+        if missing := [key for key in needs if key not in kwargs]:
+            raise TypeError(f"{name}() needs {' and '.join(f'{key}=' for key in missing)}")
+        return function(*args, **kwargs)
+
+    call.__name__ = call.__qualname__ = name
+    return call  # type: ignore[return-value]
+
+
+verify = _before("verify", measure_error, "measure_error")
+advise = _before("advise", compare, "compare")
+bisect = _before("bisect", tune, "tune(metric=, bound=)", "metric", "bound")

@@ -42,18 +42,15 @@ class Derivatives:
         norms: squared norms of the gradients, by the name of the parameter, summed over all batches: errors are
             relative to their means. None takes those of the batches that are looked at.
         most: how many batches are looked at.
-
-    Attributes:
-        losses: the variance of the loss, summed over batches. Keys are those of nodes, for their results; pairs of the
-            keys of a reader and of a value, for the cast of the value for this reader; and places inside of kernels.
-        forward: the variance of v.dg by rounding in forward.
-        backward: the variance of v.dg by rounding in backward.
     """
 
     def __init__(self, step: Step, name: str, norms: Mapping[str, float] | None = None, most: int = 2) -> None:
         self._step, self._name = step, name
         self._low = step.policy(name).dtype or torch.bfloat16
         self._generator = torch.Generator(step.device).manual_seed(0)
+        # The variance of the loss, and of v.dg by rounding in forward and in backward, summed over batches. Keys are
+        # those of nodes, for their results; pairs of the keys of a reader and of a value, for the cast of the value for
+        # this reader; and places inside of kernels.
         self.losses, self.forward, self.backward = dict[Any, float](), dict[Any, float](), dict[Any, float]()
         self.handed: dict[Any, Any] = {}  # by key, the first one with the same gradient
         looked_at, count = step.batches[:most], len(step.batches)
@@ -96,13 +93,10 @@ class Derivatives:
         with _moved(self._step, direction, first):
             moved = self._values(batch)
         noisy = self._values(batch, random=True)
-        known = [key for key in values if key in moved and key in noisy]  # others: a graph was captured again
-        ratios = [
-            float((noisy[key] - t).norm() / (moved[key] - t).norm())
-            for key, t in ((key, values[key]) for key in known)
-            if bool((moved[key] != t).any()) and bool((noisy[key] != t).any())
-        ]
-        finite = sorted(filter(math.isfinite, ratios))  # a mask has no distance
+        known = values.keys() & moved.keys() & noisy.keys()  # others: a graph was captured again
+        ratios = [(noisy[key] - values[key]).norm() / (moved[key] - values[key]).norm() for key in known]
+        read = torch.stack(ratios).tolist() if ratios else []
+        finite = sorted(r for r in read if 0 < r < math.inf)  # a mask has no distance, and some values do not move
         return direction, first * (finite[len(finite) // 2] if finite else 1.0) / math.sqrt(2)
 
     def _values(self, batch: Batch, *, random: bool = False) -> dict[Node, Tensor]:
@@ -113,7 +107,7 @@ class Derivatives:
             if random and site.rounds and site.part != "scores":
                 value = rounded(value, self._low, self._generator)
             if site.rounds and not site.part:
-                values[site.node] = value.detach().clone()
+                values[site.node] = value.detach().clone() if site.writes else value.detach()
             return value
 
         self._step.run(batch, self._name, Observer(at), backward=False)

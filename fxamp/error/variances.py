@@ -38,21 +38,13 @@ _NOTHING = (0.0,) * 5  # V, S, L, lost updates and all updates of a place that n
 
 @dataclass(frozen=True)
 class Moved:
-    """How the roundings at one place move the loss.
+    """How the roundings at one place move the loss."""
 
-    Attributes:
-        site: where it is rounded.
-        variance: V, by batch.
-        signed: S, by batch.
-        lost: L, by batch: what updates that are lost move the loss by.
-        swamped: the share of updates that are lost.
-    """
-
-    site: Site
-    variance: tuple[float, ...]
-    signed: tuple[float, ...]
-    lost: tuple[float, ...]
-    swamped: float
+    site: Site  # where it is rounded
+    variance: tuple[float, ...]  # V, by batch
+    signed: tuple[float, ...]  # S, by batch
+    lost: tuple[float, ...]  # L, by batch: what updates that are lost move the loss by
+    swamped: float  # the share of updates that are lost
 
     @property
     def square(self) -> float:
@@ -71,20 +63,13 @@ class Moved:
 
 @dataclass
 class _Places:
-    """Where the graphs of a policy round, and where they could.
+    """Where the graphs of a policy round, and where they could."""
 
-    Attributes:
-        low: what the policy rounds to.
-        rounded: the places that it rounds, each with its first site.
-        updates: those of them that are the sum of two low values.
-        values: the values that its graphs make, and those inside kernels.
-        reads: the reads of values, as pairs of the keys of the reader and of the value.
-    """
-
-    low: torch.dtype
-    rounded: dict[Place, Site] = field(default_factory=dict)
-    updates: set[Place] = field(default_factory=set)
-    values: set[Place] = field(default_factory=set)
+    low: torch.dtype  # what the policy rounds to
+    rounded: dict[Place, Site] = field(default_factory=dict)  # the places that it rounds, each with its first site
+    updates: set[Place] = field(default_factory=set)  # those of them that are the sum of two low values
+    values: set[Place] = field(default_factory=set)  # the values that its graphs make, and those inside kernels
+    # the reads of values, as pairs of the keys of the reader and of the value
     reads: set[tuple[str, str]] = field(default_factory=set)
 
     def at(self, site: Site, value: Tensor) -> Tensor:
@@ -102,27 +87,26 @@ class _Places:
         self.reads.add((reader, source))
         return value
 
-    def have(self, place: Place, site: Site) -> bool:
-        """Say whether a run of these graphs passes a place of another policy."""
-        return place in self.rounded or place in self.values or (bool(site.reads) and self.reads.issuperset(site.reads))
+    def serve(self, other: _Places) -> bool:
+        """Say whether a run of these graphs passes all places that another policy rounds."""
+        left = (site for place, site in other.rounded.items() if place not in self.rounded and place not in self.values)
+        return all(site.reads and self.reads.issuperset(site.reads) for site in left)
 
 
 class Unrounded:
     """Steps that round nothing, and how the roundings of several policies move their loss.
 
-    Attributes:
-        runs: for each step that a batch needs, the policy whose graphs it runs, and all policies that it serves. It is
-            one step, unless a policy rounds what no other policy's graph has.
+    A batch takes one step, unless a policy rounds what no other policy's graph has.
     """
 
     def __init__(self, step: Step, names: Sequence[str]) -> None:
         self._step = step
         self._places = {name: self._places_of(name) for name in names}
         self._sums: dict[str, list[Sums]] = {}
-        self.runs: dict[str, list[str]] = {}
+        self.runs: dict[str, list[str]] = {}  # by the policy whose graphs a step runs, all policies that it serves
         left = list(names)
         while left:
-            served = {name: [n for n in left if self._serves(name, n)] for name in left}
+            served = {name: [n for n in left if self._places[name].serve(self._places[n])] for name in left}
             base = max(left, key=lambda name: len(served[name]))
             self.runs[base], self._sums[base] = served[base], []
             left = [n for n in left if n not in served[base]]
@@ -132,10 +116,6 @@ class Unrounded:
         for batch in self._step.unlike():
             self._step.run(batch, name, Observer(found.at, found.read), everywhere=True, backward=False)
         return found
-
-    def _serves(self, base: str, name: str) -> bool:
-        here = self._places[base]
-        return all(here.have(place, site) for place, site in self._places[name].rounded.items())
 
     def run(self, base: str, batch: Batch, choices: list[tuple[str, Tensor]]) -> Outcome:
         """Run a step on one batch, and add the key and the operand of each choice to `choices`."""

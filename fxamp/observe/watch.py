@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import CodeType, FrameType
 from typing import Any
 
@@ -28,6 +29,7 @@ from torch.utils.flop_counter import flop_registry
 
 import passes
 from passes._torch import OpOverload, own_schema, pytree
+from passes.contract.plan import Decision
 from passes.contract.policy import dtype_name
 from passes.graph.values import LOW_DTYPES, no_autocast
 from passes.ops.rules import LOW, RULES
@@ -44,6 +46,7 @@ from .._torch import (
     without_modes,
 )
 from .interpret import Ops, Run
+from .places import node_keys
 from .tensors import strided
 
 _PACKAGES = tuple(
@@ -65,48 +68,29 @@ _INSTEAD: ContextVar[Callable[[Any, GraphModule, tuple[Any, ...]], Any] | None] 
 
 @dataclass(frozen=True)
 class Place:
-    """Where an op belongs.
+    """Where an op belongs."""
 
-    Attributes:
-        kind: "node", "region", "outside", "own" or "gradients".
-        where: the name of the node, or the user's line as "net.py:12".
-        graph: which of the graphs that ran it is in.
-        module: for code outside of graphs: the path of the module.
-        inside: it is code outside of graphs, in a call of a view.
-        backward: it is in backward.
-        by: for code outside of graphs: what called it, if that is known: "a method of a view", "a hook of backward".
-    """
-
-    kind: str
-    where: str = ""
-    graph: int = -1
-    module: str = ""
-    inside: bool = False
-    backward: bool = False
+    kind: str  # "node", "region", "outside", "own" or "gradients"
+    where: str = ""  # the name of the node, or the user's line as "net.py:12"
+    graph: int = -1  # which of the graphs that ran it is in
+    module: str = ""  # for code outside of graphs: the path of the module
+    inside: bool = False  # it is code outside of graphs, in a call of a view
+    backward: bool = False  # it is in backward
+    # for code outside of graphs: what called it, if that is known: "a method of a view", "a hook of backward"
     by: str = ""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """One kind of op at one place.
+    """One kind of op at one place."""
 
-    Attributes:
-        place: where.
-        op: its name, such as "addmm".
-        operands: dtypes of its floating operands.
-        results: dtypes of its floating results.
-        product: it is a matrix product, a convolution or an attention.
-        computes: it reads floating values, and makes new ones from them.
-        reads_parameter: it reads a parameter or a buffer of the model.
-    """
-
-    place: Place
-    op: str
-    operands: Dtypes
-    results: Dtypes
-    product: bool
-    computes: bool
-    reads_parameter: bool
+    place: Place  # where
+    op: str  # its name, such as "addmm"
+    operands: Dtypes  # dtypes of its floating operands
+    results: Dtypes  # dtypes of its floating results
+    product: bool  # it is a matrix product, a convolution or an attention
+    computes: bool  # it reads floating values, and makes new ones from them
+    reads_parameter: bool  # it reads a parameter or a buffer of the model
 
     @property
     def dtype(self) -> str:
@@ -124,46 +108,56 @@ class Sum:
     casts: int = 0
     cast_bytes: int = 0
 
+    def add(self, other: Sum) -> None:
+        """Add another sum."""
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
 
 @dataclass(frozen=True)
 class Part:
-    """What has a plan in a graph that runs: all of it, or a view that was traced into it.
+    """What has a plan in a graph that runs: all of it, or a view that was traced into it."""
 
-    Attributes:
-        known: what is known of the graph that was planned.
-        runner: of the view that was traced; None for a graph that is run by itself.
-        names: the nodes of the plan's graph, by the names that they have in the graph that runs; None where they are
-            the same.
-        lifted: the nodes of the plan's graph that became inputs.
-    """
-
-    known: Any
-    runner: Any = None
+    known: Any  # what is known of the graph that was planned
+    runner: Any = None  # of the view that was traced; None for a graph that is run by itself
+    # the nodes of the plan's graph, by the names that they have in the graph that runs; None where they are the same
     names: Mapping[str, str] | None = None
-    lifted: frozenset[str] = frozenset()
+    lifted: frozenset[str] = frozenset()  # the nodes of the plan's graph that became inputs
 
 
 @dataclass
 class Ran:
-    """One graph that ran.
+    """One graph that ran."""
 
-    Attributes:
-        known: what is known of the graph that was planned.
-        graph: the graph that ran.
-        by: the compiler that ran it, "" where it ran node by node.
-        part: which of the nodes that ran are its own.
-        calls: how often it ran.
-        nodes: the dtypes of operands and of results of each node, by its name.
-        kernels: what Inductor has scheduled, of the forward and of the backward; None where it has not compiled it.
-    """
-
-    known: Any
-    graph: GraphModule
-    by: str
-    part: Part = field(repr=False)
-    calls: int = 0
+    number: int  # its number among the graphs that ran
+    known: Any  # what is known of the graph that was planned
+    graph: GraphModule  # the graph that ran
+    by: str  # the compiler that ran it, "" where it ran node by node
+    part: Part = field(repr=False)  # which of the nodes that ran are its own
+    calls: int = 0  # how often it ran
+    # the dtypes of operands and of results of each node, by its name
     nodes: dict[str, tuple[Dtypes, Dtypes]] = field(default_factory=dict)
+    # what Inductor has scheduled, of the forward and of the backward; None where it has not compiled it
     kernels: tuple[list[Kernel], list[Kernel]] | None = None
+
+    @cached_property
+    def emitted(self) -> dict[str, Node]:
+        """The nodes of the graph as it was emitted, by name."""
+        return {n.name: n for n in self.known.emitted.graph.nodes}
+
+    @cached_property
+    def keys(self) -> dict[str, str]:
+        """The key of each call, by name; that of the first reader for a cast."""
+        return {n.name: key for n, key in node_keys(self.known.emitted.graph).items()}
+
+    @cached_property
+    def decisions(self) -> dict[str, Decision]:
+        """What was decided on the graph itself, by key."""
+        return {d.key: d for d in self.known.plan.decisions if not d.graph}
+
+    def key(self, name: str) -> str:
+        """Return the key of a node."""
+        return self.keys.get(name, name)
 
 
 class Watch(Ops):
@@ -172,14 +166,6 @@ class Watch(Ops):
     Args:
         model: whose modules and parameters are named.
         frame: the code of the function that runs the step; what lies further out is not the user's.
-
-    Attributes:
-        sums: what was seen.
-        graphs: the graphs that ran.
-        missed: calls of views that did not run their plan: the view's model and why.
-        entered: the runners of the views that were called.
-        scaled: a gradient scaler has scaled a loss.
-        unscaled: how often gradients were unscaled.
     """
 
     supports_higher_order_operators = True
@@ -191,11 +177,14 @@ class Watch(Ops):
 
     def __init__(self, model: nn.Module, frame: CodeType) -> None:
         super().__init__(self.op)
-        self.sums: dict[Seen, Sum] = {}
-        self.graphs: list[Ran] = []
-        self.missed: list[tuple[nn.Module, str]] = []
-        self.entered: list[Any] = []
-        self.scaled, self.unscaled = False, 0
+        self.sums: dict[Seen, Sum] = {}  # what was seen
+        self.graphs: list[Ran] = []  # that ran
+        self.missed: list[tuple[nn.Module, str]] = []  # calls of views that did not run their plan: its model, and why
+        self.entered: list[Any] = []  # the runners of the views that were called
+        self.scaled, self.unscaled = (
+            False,
+            0,
+        )  # a scaler has scaled a loss; how often gradients were unscaled
         self._names = {id(m): path for path, m in model.named_modules()}
         self._parameters = {storage_id(t) for t in (*model.parameters(), *model.buffers())}
         self._frame = frame
@@ -231,13 +220,12 @@ class Watch(Ops):
         makes = any(isinstance(t, Tensor) for t in pytree.tree_leaves(out))
         computes = bool(given) and makes and not op.endswith("_like") and not op.startswith("new_")
         seen = Seen(place, op, _dtypes(given), _dtypes(made), _is_product(func), computes, reads)
-        found = self.sums.setdefault(seen, Sum())
-        casts = casts_in(func, args, out)
-        found.count += 1
-        found.flops += _flops(func, args, kwargs, out)
-        found.bytes += sum(t.nbytes for t in strided((*given, *made)))
-        found.casts += bool(casts)
-        found.cast_bytes += sum(a.nbytes + b.nbytes for a, b in casts)
+        casts, moved = casts_in(func, args, out), sum(t.nbytes for t in strided((*given, *made)))
+        formula = _formula(func)
+        flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+        cast_bytes = sum(a.nbytes + b.nbytes for a, b in casts)
+        one = Sum(1, flops, moved, int(bool(casts)), cast_bytes)
+        self.sums.setdefault(seen, Sum()).add(one)
 
     def _here(self) -> Place:
         node = current_autograd_node()
@@ -309,7 +297,7 @@ class Watch(Ops):
         try:
             if not by:
                 return self._steps(graph, ran).start(*args)
-            self._place = Place("region", graph=self.number(ran[0]))
+            self._place = Place("region", graph=ran[0].number)
             if by == "inductor" and compile is not None:
                 run = self._recorded(ran, compile, args)
             return run(*args)
@@ -321,8 +309,7 @@ class Watch(Ops):
         planned: dict[str, tuple[Ran, Place]] = {}
         for one in ran:
             names = one.part.names if one.part.names is not None else {n.name: n.name for n in graph.graph.nodes}
-            at = self.number(one)
-            planned.update((name, (one, Place("node", of_plan, at))) for name, of_plan in names.items())
+            planned.update((name, (one, Place("node", of_plan, one.number))) for name, of_plan in names.items())
 
         def call(run: Run, n: Node) -> Any:
             one, self._place = planned.get(n.name, (None, Place("own")))
@@ -333,14 +320,20 @@ class Watch(Ops):
 
         return Run(graph, call)
 
-    def number(self, ran: Ran) -> int:
-        """Return which of the graphs that ran this is."""
-        return next(i for i, one in enumerate(self.graphs) if one is ran)
+    def where(self, place: Place) -> str:
+        """Return how a place is called."""
+        if place.kind == "node":
+            return self.graphs[place.graph].key(place.where)
+        if place.kind == "region":
+            return f"(graph {place.graph}, compiled by {self.graphs[place.graph].by})"
+        if place.kind == "outside":
+            return place.module or place.where
+        return {"gradients": "(gradients)", "own": "(loss, scaling and optimizer)"}[place.kind]
 
     def _begun(self, part: Part, graph: GraphModule, by: str) -> Ran:
         ran = next((ran for ran in self.graphs if ran.known is part.known), None)
         if ran is None:
-            ran = Ran(part.known, graph, by, part)
+            ran = Ran(len(self.graphs), part.known, graph, by, part)
             self.graphs.append(ran)
         ran.calls += 1
         return ran
@@ -355,18 +348,15 @@ class Watch(Ops):
             def record(backward: bool, parts: list[Kernel]) -> None:
                 for one in ran:
                     assert one.kernels is not None
-                    one.kernels[backward].extend(_of_part(one.part, parts))
+                    names = one.part.names  # of the nodes in the graph of the plan; "" for others
+                    one.kernels[backward].extend(
+                        parts if names is None else (replace(k, made_from=names.get(k.made_from, "")) for k in parts)
+                    )
 
             options = recorded_by_inductor(record)
             with without_modes(), no_autocast():
                 found = self._compiled[id(ran[0])] = compile(options, list(args))
         return found
-
-
-def _of_part(part: Part, kernels: list[Kernel]) -> list[Kernel]:
-    """Return kernels with the names that their nodes have in the graph of a plan, "" for those of other nodes."""
-    names = part.names
-    return kernels if names is None else [replace(k, made_from=names.get(k.made_from, "")) for k in kernels]
 
 
 def watching() -> Watch | None:
@@ -464,11 +454,6 @@ def _formula(func: Any) -> Any:
 def _is_product(func: Any) -> bool:
     row = RULES.get(_name(func))
     return _formula(func) is not None or (row is not None and LOW in (row.cpu, row.cuda))
-
-
-def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
-    count = _formula(func)
-    return 0 if count is None else int(count(*args, **kwargs, out_val=out))
 
 
 def casts_in(func: Any, args: tuple[Any, ...], out: Any) -> list[tuple[Tensor, Tensor]]:

@@ -37,7 +37,6 @@ from passes.ops import ops
 
 from .._torch import current_autograd_node, storage_id
 from ..capture.graphs import runner_of
-from ..census.rows import Ledger, ledgers_of, where_of
 from ..convert import converted_in
 from ..diagnose.batches import Batch
 from ..diagnose.step import Step, diagnostic, step_of, visible_graphs
@@ -56,19 +55,12 @@ _FIXED = ("cast", "as_autocast")  # kinds of decisions that no override changes
 
 @dataclass(frozen=True)
 class Operand:
-    """What an op was given.
+    """What an op was given."""
 
-    Attributes:
-        dtype: Its dtype.
-        shape: Its shape.
-        least: Its least value.
-        largest: Its largest value.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    least: float
-    largest: float
+    dtype: str  # its dtype
+    shape: tuple[int, ...]  # its shape
+    least: float  # its least value
+    largest: float  # its largest value
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)} in [{self.least:.3g}, {self.largest:.3g}]"
@@ -232,17 +224,12 @@ class _Finite(Watch):
         model: whose modules are named.
         forced: nodes that run in FP32.
         heals: let a node run in FP32 whose value does not fit otherwise.
-
-    Attributes:
-        forced: as given, with those whose value did not fit.
-        peaks: the largest gradient that each node makes.
     """
 
     def __init__(self, model: nn.Module, forced: Iterable[_At] = (), *, heals: bool = False) -> None:
         super().__init__(model, _run.__code__)
-        self.forced, self.heals = dict.fromkeys(forced), heals
-        self.peaks: dict[_At, float] = {}
-        self._ledgers: tuple[Ledger, ...] = ()
+        self.forced, self.heals = dict.fromkeys(forced), heals  # the nodes whose value did not fit are added
+        self.peaks: dict[_At, float] = {}  # the largest gradient that each node makes
         self._origins: list[_Origin] = []
         self._bad: dict[int, _Origin | None] = {}  # by storage; None: the program wrote an inf
         self._ends: list[Tensor] = []
@@ -275,16 +262,15 @@ class _Finite(Watch):
 
     def where(self, place: Place) -> str:
         """Return how a place is called."""
-        if place.kind == "node":
-            return self.ledger(place.graph).key(place.where)
-        return "(loss)" if place.kind == "own" else place.where or where_of(place, ())
+        named = place.where if place.kind == "outside" else ""
+        return "(loss)" if place.kind == "own" else named or super().where(place)
 
     def decision(self, place: Place) -> Decision | None:
         """Return what was decided on the node of a place."""
         if place.kind != "node":
             return None
-        ledger = self.ledger(place.graph)
-        return ledger.decisions.get(ledger.key(place.where))
+        ran = self.graphs[place.graph]
+        return ran.decisions.get(ran.key(place.where))
 
     def what(self, place: Place) -> str:
         """Return what the cast at a place casts: the name of a parameter, else the op that made it; "" for no cast."""
@@ -341,7 +327,7 @@ class _Finite(Watch):
         return [at for at in named if self.may_be_fp32(at)]
 
     def _node(self, at: _At) -> Node:
-        return self.ledger(at[0]).emitted[at[1]]
+        return self.graphs[at[0]].emitted[at[1]]
 
     def _origin(self, *told: Any) -> _Origin:
         made = _Origin(len(self._origins), *told)
@@ -398,12 +384,6 @@ class _Finite(Watch):
             name = func.overloadpacket.__name__ if isinstance(func, OpOverload) else str(func)
             self._bad[storage_id(t)] = self._origin(place, name, kind, dtype_name(t.dtype), operands, "", _masks(found))
 
-    def ledger(self, at: int) -> Ledger:
-        """Return a graph that ran, beside its decisions."""
-        if len(self._ledgers) <= at:
-            self._ledgers = ledgers_of(self)
-        return self._ledgers[at]
-
     def run(
         self, parts: Sequence[Part], graph: GraphModule, by: str, run: Any, args: tuple[Any, ...], compile: Any = None
     ) -> Any:
@@ -429,7 +409,7 @@ class _Finite(Watch):
         first, plan = len(self.graphs), converted.plan
         for i, graph in enumerate(_all_graphs(converted.emitted)):
             known = replace(converted, emitted=graph, plan=plan.from_graph(i))
-            self.graphs.append(Ran(known, graph, "", Part(known)))
+            self.graphs.append(Ran(first + i, known, graph, "", Part(known)))
         return first
 
     def _nodes(self, number: int) -> Run:
@@ -554,7 +534,7 @@ def _why_not(found: Overflow, step: Step, batch: Batch, whole: _Finite) -> str:
 
 
 def _with_policy(found: Overflow, watch: _Finite) -> Overflow:
-    fp32 = tuple(dict.fromkeys(watch.ledger(at).key(name) for at, name in watch.forced))
+    fp32 = tuple(dict.fromkeys(watch.graphs[at].key(name) for at, name in watch.forced))
     ops = tuple({**dict(watch.policy.ops), **dict.fromkeys(fp32, "fp32")}.items())
     return replace(found, fp32=fp32, policy=replace(watch.policy, ops=ops))
 
