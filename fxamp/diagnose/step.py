@@ -59,7 +59,8 @@ inputs: A tensor or a tuple for `model(*inputs)`, or a mapping for `model(**inpu
 target: The second argument of the loss.
 kwargs: Keyword inputs beside positional ones.
 loss: A function of the output, or, with a target, of output and target, that gives one element. None takes the
-    output's own: its `.loss`, or itself if it is one element.
+    output's own: its `.loss`, itself if it is one element, or the one scalar in it that has a gradient, as in
+    `(logits, loss)`, which the notes of the result say.
 batches: Inputs, or pairs (inputs, target), in the place of `inputs`, taken one after the other. Of a sequence, and
     of an `itertools.islice`, it is all of them; of anything else, which may have no end, the first 8.
 """
@@ -124,6 +125,7 @@ class Step:
         self.model, self.batches, self.loss, self.train_step = model, batches, loss, train_step
         self.uncaptured = set[str]()  # the parameters with a gradient that no graph has read which was looked at
         self.reference = FLOAT64  # what errors are measured against, in words
+        self.notes = dict[str, None]()  # what is to be said of the loss, each once
         self._views: dict[str, Any] = {}
         self._policies: dict[str, Policy] = {}
         self._sites: dict[int, tuple[GraphModule, GraphSites]] = {}
@@ -180,7 +182,9 @@ class Step:
         inputs, target = copies(batch)
         output = output_of(model, inputs)
         output = output if companions is None else companions.of(output)
-        return output, loss_of(output, target, self.loss)[0]
+        loss, notes = loss_of(output, target, self.loss)
+        self.notes.update(dict.fromkeys(notes))
+        return output, loss
 
     def under(self, policies: Any) -> Step:
         """Return a step whose model is converted by a policy, if one is asked for.
