@@ -24,11 +24,10 @@ from torch.optim import Optimizer
 
 from .._torch import add_together, global_optimizer_hooks
 from ..view.leaves import Leaves, stepped_outside
-from .compiler import CompileSettings
+from .compiler import CompileSettings, NotTraced, Traced
 from .ranks.ranks import total_norm
 from .result import HeldBack
 from .scaler import inverse_scale, note_step, update_scale
-from .traced import NotTraced, Traced
 from .update import AtEnd, Update, clip_factor, has_state, is_fused, step_or_restore, take_step
 from .window import holds_inf_or_nan, parameters
 
