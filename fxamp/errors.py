@@ -34,15 +34,17 @@ class NoLossError(PolicyError):
     """A step has no loss, and no function was given that makes one of its output.
 
     Attributes:
-        found: says what there is in its place.
+        there: says what there is in its place.
+        scalar: code that reads a scalar off `output` which may be the loss; "" if there is none.
     """
 
-    def __init__(self, found: str) -> None:
+    def __init__(self, there: str, scalar: str = "") -> None:
+        example = f"such as loss=lambda output: {scalar}" if scalar else "that returns a tensor of one element"
         super().__init__(
-            f"{found}: give loss= (loss_fn of a TrainStep), a function of the output, or of output and target, that "
-            "returns a tensor of one element."
+            f"{there}: give loss= (loss_fn of a TrainStep), a function of the output, or of output and target, "
+            f"{example}."
         )
-        self.found = found
+        self.there, self.scalar = there, scalar
 
 
 class NoKernelError(PolicyError):

@@ -186,7 +186,7 @@ def _compared(step: Step, asked: Sequence[str] | None, dtype: str | None) -> Com
     ]
     recommended, reason = choose(options)
     plan = None if recommended in (FP32, AUTOCAST) else plan_of(step.view(names[recommended]))
-    return Comparison(type(step.author).__name__, tuple(options), recommended, reason, plan, notes)
+    return Comparison(type(step.author).__name__, tuple(options), recommended, reason, plan, (*step.notes, *notes))
 
 
 def _with_tuned(step: Step, names: dict[str, str], suffix: str) -> tuple[str, ...]:

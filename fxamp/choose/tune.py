@@ -258,7 +258,8 @@ class Search:
         )
         tried = ", ".join(f"{_short(n)} {e.per_parameter:.3g} at {e.cast_bytes} bytes" for n, e in errors.items())
         return replace(
-            plan, certificate=numbers, notes=(*plan.notes, *notes, f"{CERTIFICATE}: compared: {tried}")
+            plan, certificate=numbers,
+            notes=(*plan.notes, *self._step.notes, *notes, f"{CERTIFICATE}: compared: {tried}"),
         )  # fmt: skip
 
 

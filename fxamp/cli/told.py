@@ -12,8 +12,9 @@ from .usage import UsageError
 
 A_LOSS = (
     "let TARGET return (fxamp.TrainStep(model, loss_fn, optimizer), (inputs, target)), or a model whose output is a "
-    "loss, or has one as .loss; or give --loss"
+    "loss, or has one as .loss or in a tuple; or give --loss"
 )
+PICK = "write `def loss(output): return {}` and give --loss, such as --loss net.py:loss"
 _ERRORS = "passes.contract.errors"
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ def told(error: BaseException) -> str:
         from ..errors import NoLossError
 
         if isinstance(error, NoLossError):
-            return f"{error.found}; {A_LOSS}"
+            return f"{error.there}; {PICK.format(error.scalar) if error.scalar else A_LOSS}"
         if isinstance(error, FxampError):
             return str(error)
     if isinstance(error, OSError):

@@ -118,13 +118,14 @@ def _arity(model: nn.Module) -> tuple[int, float]:
 def _split(one: Any, needs: int, most: float, loss: Loss) -> Batch:
     """Return inputs and target. What a DataLoader yields for a data set of pairs is a list.
 
-    Two tensors are inputs and target, unless the model needs two inputs. Of more than the model takes the last is the
-    target.
+    Two tensors are inputs and target, unless the model needs two inputs, or takes two and returns its loss. Of more
+    than the model takes the last is the target.
     """
     if not isinstance(one, (tuple, list)) or isinstance(one, PackedSequence):
         return one, None
     whole = tuple(one)
-    if len(whole) == 2 and not (needs >= 2 and isinstance(whole[0], (Tensor, PackedSequence))):
+    inputs = needs >= 2 or (loss is None and most >= 2 and whole[-1] is not None)
+    if len(whole) == 2 and not (inputs and isinstance(whole[0], (Tensor, PackedSequence))):
         return whole
     if loss is not None and len(whole) > most:
         return (whole[0] if len(whole) == 2 else whole[:-1]), whole[-1]

@@ -60,7 +60,8 @@ inputs: A tensor or a tuple for `model(*inputs)`, or a mapping for `model(**inpu
 target: The second argument of the loss.
 kwargs: Keyword inputs beside positional ones.
 loss: A function of the output, or, with a target, of output and target, that gives one element. None takes the
-    output's own: its `.loss`, or itself if it is one element.
+    output's own: its `.loss`, itself if it is one element, or the one scalar in it that has a gradient, as in
+    `(logits, loss)`, which the notes of the result say.
 batches: Inputs, or pairs (inputs, target), in the place of `inputs`, taken one after the other. Of a sequence, and
     of an `itertools.islice`, it is all of them; of anything else, which may have no end, the first 8.
 """
@@ -129,11 +130,12 @@ class Step:
     Attributes:
         uncaptured: the parameters with a gradient that no graph has read which was looked at.
         reference: what errors are measured against, in words.
+        notes: what is to be said of the loss, each once.
     """
 
     def __init__(self, model: nn.Module, batches: Sequence[Batch], loss: Loss = None, train_step: Any = None) -> None:
         self.model, self.batches, self.loss, self.train_step = model, batches, loss, train_step
-        self.uncaptured, self.reference = set[str](), FLOAT64
+        self.uncaptured, self.reference, self.notes = set[str](), FLOAT64, dict[str, None]()
         self._views: dict[str, Any] = {}
         self._policies: dict[str, Policy] = {}
         self._sites: dict[int, tuple[GraphModule, GraphSites]] = {}
@@ -190,7 +192,9 @@ class Step:
         inputs, target = copies(batch)
         output = output_of(model, inputs)
         output = output if companions is None else companions.of(output)
-        return output, loss_of(output, target, self.loss)[0]
+        loss, notes = loss_of(output, target, self.loss)
+        self.notes.update(dict.fromkeys(notes))
+        return output, loss
 
     def under(self, policies: Any) -> Step:
         """Return a step whose model is converted by a policy, if one is asked for.

@@ -83,7 +83,7 @@ def estimated(step: Step, names: Sequence[str], *, gradients: bool | str = True)
     dead = tuple(sorted(made.norms.keys() - set(living(made.norms))))
     return ErrorReport(
         type(step.author).__name__, False, "", len(made.losses), mean, 2.0**-24 * abs(mean), dead,
-        tuple(errors.values()), (PREDICTED, *degenerate(made.norms), *_unseen(step)),
+        tuple(errors.values()), (PREDICTED, *step.notes, *degenerate(made.norms), *_unseen(step)),
     )  # fmt: skip
 
 

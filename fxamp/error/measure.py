@@ -77,7 +77,7 @@ def measured(step: Step, names: Sequence[str], *, values: bool = False) -> Error
     floor = max(made[0].loss, 2.0**-24 * abs(mean))
     return ErrorReport(
         type(step.author).__name__, True, step.reference, len(losses), mean, floor, dead, tuple(made),
-        (*degenerate(norms), *_in_eight_bits(step)),
+        (*step.notes, *degenerate(norms), *_in_eight_bits(step)),
     )  # fmt: skip
 
 

@@ -98,7 +98,8 @@ def _called(model: nn.Module, inputs: Any) -> Any:
 def loss_of(output: Any, target: Any, loss: Loss, *, any_will_do: bool = False) -> tuple[Tensor, tuple[str, ...]]:
     """Return the loss of an output, by a function or its own, and what is to be said of it.
 
-    Where there is none, and `any_will_do`, it is the mean of the float outputs.
+    Its own is its `.loss` or its key "loss", itself where it is a scalar, or the one scalar in it that has a gradient,
+    as in `(logits, loss)`. Where there is none, and `any_will_do`, it is the mean of the float outputs.
 
     Raises:
         PolicyError: there is no loss, there are several, or it has more elements than one.
@@ -109,22 +110,38 @@ def loss_of(output: Any, target: Any, loss: Loss, *, any_will_do: bool = False) 
         return found, ()
     if target is not None:
         raise PolicyError(
-            "a target was given, the third argument, without loss= (loss_fn of a TrainStep): give both, or leave out "
-            "the target; two inputs of a model are one tuple, (x, y)."
+            "a target was given, the third argument, without loss= (loss_fn of a TrainStep): if it is a second input "
+            "of the model, give (x, y) as the inputs; else give the loss too."
         )
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     found = output if found is None and isinstance(output, Tensor) and not output.dim() else found
     if isinstance(found, Tensor) and found.is_floating_point() and found.numel() == 1:
         return found, ()
+    scalars = {} if found is not None else _scalars(output)
+    if len(scalars) == 1:
+        [(name, scalar)] = scalars.items()
+        return scalar, (f"the loss was {name}, the one scalar of the output that has a gradient",)
     leaves = floats(output)
     if any_will_do and leaves:
         graded = [t for t in leaves if t.requires_grad] or leaves
         return torch.stack([t.float().mean() for t in graded]).mean(), (MEAN,)
-    scalars = sum(not t.dim() for t in leaves)
-    what = "no loss and no tensor of floats" if not leaves else f"{scalars} scalars" if scalars > 1 else "no loss"
+    what = "no loss" if leaves else "no loss and no tensor of floats"
+    if scalars:
+        what = f"{len(scalars)} scalars, any of which may be the loss: {', '.join(scalars)}"
     if found is not None:
         what = f"a loss that is {_described(found)}, not a tensor of one element"
-    raise NoLossError(f"the output ({type(output).__name__}) has {what}")
+    raise NoLossError(f"the output ({type(output).__name__}) has {what}", next(iter(scalars), ""))
+
+
+def _scalars(output: Any) -> dict[str, Tensor]:
+    """Return the float tensors of no dimension that have a gradient, by the code that reads them off `output`.
+
+    Where nothing in the output has a gradient it is all of them.
+    """
+    every = pytree.tree_flatten_with_path(output)[0]
+    named = [(path, t) for path, t in every if isinstance(t, Tensor) and t.is_floating_point()]
+    graded = [(path, t) for path, t in named if t.requires_grad] or named
+    return {f"output{pytree.keystr(path)}": t for path, t in graded if not t.dim()}
 
 
 def floats(output: Any) -> list[Tensor]:

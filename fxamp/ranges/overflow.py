@@ -95,6 +95,7 @@ class Overflow(Result):
         largest_scale: The largest loss scale, a power of 2, at which gradients fit as it is; 0 if there is none.
         why: Why nothing cures it; "" where something does.
         what: What is cast, for a cast: the name of a parameter, or the op that made the value; else "".
+        notes: What is to be said of the loss.
 
     Example:
         >>> fxamp.find_overflow(converted, x, y, loss=nn.functional.cross_entropy) is None
@@ -114,6 +115,7 @@ class Overflow(Result):
     largest_scale: float = 0.0
     why: str = ""
     what: str = ""
+    notes: tuple[str, ...] = ()
 
     def _text(self, style: str) -> str:
         op = f"the cast of {self.what}" if self.what else self.op
@@ -127,6 +129,7 @@ class Overflow(Result):
             lines.append(f"  {len(self.fp32)} nodes in FP32 cure it: {', '.join(self.fp32[:8])}")
         if not self.fp32 and not self.largest_scale:
             lines.append(f"  no cure was found: {self.why}")
+        lines += [f"  note: {note}" for note in self.notes]
         mark = "- " if style == "pipe" else "  "
         return "\n".join([lines[0], *(f"{mark}{line.strip()}" for line in lines[1:])])
 
@@ -191,6 +194,7 @@ def overflow_of(step: Step, batch: Batch, scale: float) -> Overflow | None:
     overflow = Overflow(
         first.name or watch.where(place), first.kind, place.backward, first.op, first.dtype,
         line if decision is None else decision.source, first.operands, scale, what=watch.what(place),
+        notes=tuple(step.notes),
     )  # fmt: skip
     if first.name or not watch.graphs:
         return overflow

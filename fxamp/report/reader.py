@@ -29,7 +29,7 @@ def plan_in(value: object) -> Plan | None:
     if isinstance(value, Plan):
         return value
     if isinstance(value, str | os.PathLike):
-        return Plan.load(value, newer=True)
+        return Plan.load(value)
     if not isinstance(value, nn.Module):
         return None
     return plan_of(value) if converted_in(value) or any(map(is_compiled, value.modules())) else None

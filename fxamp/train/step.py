@@ -98,7 +98,8 @@ class TrainStep:
             trains in FP32, except with `compile="fxamp"`. TrainStep never calls train() or eval().
         loss_fn: It is called as `loss_fn(output, target)`, or without a target as `loss_fn(output)`, and returns a
             tensor of one element. With None the loss is an entry of the model's output, `output.loss` or
-            `output["loss"]`, or the output itself if it is a tensor of shape ().
+            `output["loss"]`, the output itself if it is a tensor of shape (), or the one tensor of shape () in it that
+            has a gradient, as in `(logits, loss)`; two of them are an error.
         optimizer: One optimizer, or several over distinct parameters. One that evaluates the loss itself (LBFGS) has to
             be the only one; it runs the micro-batches of the window again whenever it evaluates the loss.
         scaler: A LossScaler that nothing else uses; a number for a static loss scale; None for no loss scaling. "auto"

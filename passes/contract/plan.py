@@ -27,7 +27,6 @@ from .plan_format import (
     check_shape,
     checked_states,
     in_this_format,
-    known_part,
     strictly,
     write_text,
 )
@@ -265,13 +264,12 @@ class Plan:
         return _SURROGATE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
     @classmethod
-    def from_json(cls, text: str, *, name: str = "plan", newer: bool = False) -> Plan:
+    def from_json(cls, text: str, *, name: str = "plan") -> Plan:
         """Read a plan from text.
 
         Args:
             text: As `to_json` writes it.
             name: The name of the plan in errors.
-            newer: Accept a newer format too. Fields that this fxamp does not know are left out, and a note says so.
 
         Raises:
             PlanError: The text is not a plan; the message says where it is wrong.
@@ -285,8 +283,6 @@ class Plan:
             raise PlanError(f'{name}: JSON, but not a plan (no "version"); {REMEDY}')
         if data["version"] < 1:
             raise PlanError(f"{name}: there is no plan format {data['version']}; {REMEDY}")
-        if data["version"] > FORMAT_VERSION and newer:
-            data = known_part(data, cls, Decision)
         if data["version"] > FORMAT_VERSION:
             raise PlanError(
                 f"{name}: plan format {data['version']} is newer than {FORMAT_VERSION}, the newest this fxamp reads; "
@@ -320,7 +316,7 @@ class Plan:
             raise PlanError(f"cannot write the plan to {os.fspath(path)!r}: {_why(error)}") from error
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], *, newer: bool = False) -> Plan:
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Read a plan from a file, as `from_json` reads its text.
 
         Raises:
@@ -339,7 +335,7 @@ class Plan:
             raise PlanError(f"{os.fspath(path)}:1: not a plan (not UTF-8 text); {REMEDY}") from error
         except (OSError, ValueError) as error:
             raise PlanError(f"cannot read the plan {os.fspath(path)!r}: {_why(error)}; {REMEDY}") from error
-        return cls.from_json(text, name=os.fspath(path), newer=newer)
+        return cls.from_json(text, name=os.fspath(path))
 
 
 def _between(decisions: Sequence[Decision], first: int, end: int) -> tuple[Decision, ...]:

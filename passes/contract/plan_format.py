@@ -19,16 +19,16 @@ REMEDY = "make a new plan, with `fxamp report TARGET --save-plan FILE` or `fxamp
 LONGEST = 64 << 20  # characters; 50,000 nodes take 13 MB
 
 
-def strictly(text: str, name: str, what: str) -> Any:
+def strictly(text: str, name: str, what: str, remedy: str = REMEDY) -> Any:
     """Read JSON without duplicate keys, NaN and infinities; errors call it `name`, and say `what` it should be."""
     if len(text) > LONGEST:
-        raise PlanError(f"{name}: not a {what} (longer than {LONGEST >> 20} MB, which no model needs); {REMEDY}")
+        raise PlanError(f"{name}: not a {what} (longer than {LONGEST >> 20} MB, which no model needs); {remedy}")
     try:
         return json.loads(text, object_pairs_hook=_said_once, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
-        raise PlanError(f"{name}:{error.lineno}: not JSON, or cut short ({error.msg}); {REMEDY}") from error
+        raise PlanError(f"{name}:{error.lineno}: not JSON, or cut short ({error.msg}); {remedy}") from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets within brackets
-        raise PlanError(f"{name}: not a {what} ({error}); {REMEDY}") from error
+        raise PlanError(f"{name}: not a {what} ({error}); {remedy}") from error
 
 
 def _said_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -78,21 +78,6 @@ def _listed_in_each_state(rows: list[Any], states: list[Any]) -> list[Any]:
     moved = [{**row, "graph": row["graph"] + first} for first in firsts[1:] for row in shared]
     added = [row for row in moved if (row["graph"], row.get("key")) not in known]
     return sorted([*rows, *added], key=lambda row: int(row["graph"]))
-
-
-def known_part(data: dict[str, Any], plan_kind: type, decision_kind: type) -> dict[str, Any]:
-    """Return those fields of a plan in a newer format that this format has."""
-    plan, decision = ({f.name for f in fields(kind)} for kind in (plan_kind, decision_kind))
-    note = f"of plan format {data['version']}, newer than {FORMAT_VERSION}: its additional fields are not read"
-    known = {name: value for name, value in data.items() if name in plan} | {"version": FORMAT_VERSION}
-    if isinstance(known.get("notes"), list):
-        known["notes"] = [*known["notes"], note]
-    if isinstance(known.get("decisions"), list):
-        known["decisions"] = [
-            {name: value for name, value in row.items() if name in decision} if isinstance(row, dict) else row
-            for row in known["decisions"]
-        ]
-    return known
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:

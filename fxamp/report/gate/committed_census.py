@@ -17,9 +17,9 @@ from passes.contract.errors import FxampError
 from passes.contract.plan_format import strictly, write_text
 
 from ...census.census import Census
+from .gate import ANEW
 
 VERSION = 1
-_REMEDY = "take a new one, with `fxamp census TARGET --save FILE` or `fxamp check --update`"
 _NUMBER = re.compile(r":\d+(?=,|$)")
 _Signature = tuple[tuple[str, ...], tuple[str, ...]]  # dtypes of operands and results
 _Ran = Mapping[tuple[str, str, str], "Counter[_Signature]"]
@@ -85,16 +85,19 @@ def against(file: Path, name: str, found: Census, update: bool) -> tuple[list[st
 
 
 def _read(text: str, name: str) -> _File:
-    data: Any = strictly(text, name, "census")
+    data: Any = strictly(text, name, "census", ANEW)
     version = data.get("version") if isinstance(data, dict) else None
     if isinstance(version, bool) or not isinstance(version, int) or "ran" not in data:
-        raise FxampError(f"{name}: JSON, but not a census; {_REMEDY}")
+        raise FxampError(f"{name}: JSON, but not a census; {ANEW}")
     if version != VERSION:
-        raise FxampError(f"{name}: a census of format {version}, and this fxamp reads format {VERSION}; {_REMEDY}")
+        raise FxampError(
+            f"{name}: a census of format {version}, and this fxamp reads format {VERSION}; use the fxamp that wrote "
+            f"it, or {ANEW}"
+        )
     try:
         return msgspec.convert(data, _File)
     except msgspec.ValidationError as error:
-        raise FxampError(f"{name}: not a census ({error}); {_REMEDY}") from error
+        raise FxampError(f"{name}: not a census ({error}); {ANEW}") from error
 
 
 def differences(before: _File, now: _File, name: str) -> Iterator[str]:

@@ -16,6 +16,7 @@ from torch import nn
 
 from passes.contract.errors import PlanError
 from passes.contract.plan import Plan
+from passes.contract.plan_format import REMEDY
 from passes.ops.facts import Machine, as_on
 
 from ..diff.changes import PLAN_KEY, Change, Place, counted
@@ -25,6 +26,7 @@ from ..reader import with_totals
 from .budget import Budget
 
 KEPT, CHANGED, UNKNOWN = 0, 1, 2  # exit statuses
+ANEW = "restore it, or delete it and write it anew with --update"
 WAY_OUT = "If this is intended, run fxamp check --update with the same arguments, and commit what it writes."
 
 
@@ -127,7 +129,10 @@ def with_run(outcome: Outcome, differences: Sequence[str], found: str, census: s
 
 def _committed(file: Path, plan: str, update: bool) -> Plan | None:
     if file.exists():
-        return Plan.load(file, newer=True)
+        try:
+            return Plan.load(file)
+        except PlanError as error:
+            raise PlanError(str(error).replace(os.fspath(file), plan).replace(REMEDY, ANEW)) from error
     if update:
         return None
     raise PlanError(f"there is no plan {plan!r} yet: write it with --update, and commit it")

@@ -70,7 +70,7 @@ def test_what_is_no_step_is_refused_with_the_way_out() -> None:
     with pytest.raises(PolicyError, match="empty"):
         step_of(model, batches=[])
     for module, loss, text in (
-        (model, None, "has no loss: give loss="), (Scalars(), None, "2 scalars: give loss="),
+        (model, None, "has no loss: give loss="), (Scalars(), None, "2 scalars, any of which may be the loss"),
         (Whole(), None, r"shape \(6, 8\)"), (model, lambda out: out, r"not one of shape \(6, 4\)"),
     ):  # fmt: skip
         given = step_of(module, X, loss=loss)

@@ -227,7 +227,7 @@ class Flexible(nn.Module):
 
     def forward(self, x: Tensor, scale: float = 1.0, labels: Tensor | None = None) -> Any:
         loss = self.linear(x).mean() * scale
-        return {"attribute": SimpleNamespace(loss=loss), "key": {"loss": loss}, "none": {"logits": loss}}[self.kind]
+        return {"attribute": SimpleNamespace(loss=loss), "key": {"loss": loss}, "none": {"logits": x}}[self.kind]
 
 
 @pytest.mark.parametrize("kind", ["attribute", "key"])

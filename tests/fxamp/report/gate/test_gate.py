@@ -76,6 +76,27 @@ def test_a_plan_that_is_missing_is_no_answer_and_names_the_way_out(check: Check)
     assert (status, "--update" in err) == (2, True)
 
 
+@pytest.mark.parametrize("update", [(), ("--update",)])
+@pytest.mark.parametrize(
+    ("option", "text", "said"),
+    [
+        ("--plan", '{"version": 99}', r"net.json: plan format 99 is newer than \d+, .*; upgrade fxamp, or restore it"),
+        ("--plan", '{"version": 7', "net.json:1: not JSON, or cut short .*; restore it"),
+        ("--census", '{"version": 99, "ran": []}', "net.json: a census of format 99, .*; use the fxamp that wrote it"),
+        ("--census", '{"version": 1', "net.json:1: not JSON, or cut short .*; restore it"),
+    ],
+)  # fmt: skip
+def test_a_committed_file_that_cannot_be_read_is_an_error_and_stays(
+    option: str, text: str, said: str, update: tuple[str, ...], folder: Path, check: Check
+) -> None:
+    (folder / "net.json").write_text(text)
+    status, out, err = check("net.py:make", f"{option}=net.json", *update)
+    assert (status, out) == (2, "")
+    assert re.search(f"net.py:make: {said}|error: {said}", err)
+    assert "or delete it and write it anew with --update" in err
+    assert (folder / "net.json").read_text() == text
+
+
 def test_what_is_as_planned_passes_and_what_changed_names_the_authors_line(folder: Path, check: Check) -> None:
     assert check("net.py:make", "--plan=net.json", LOW, "--update")[0] == 0
     assert check("net.py:make", "--plan=net.json", LOW)[0] == 0
