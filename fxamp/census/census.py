@@ -9,10 +9,11 @@ import contextlib
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from types import CodeType
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from passes.contract.errors import PolicyError, VerificationError
@@ -39,6 +40,7 @@ from .rows import Row, ledgers_of, planned_rows, rows_of, where_of
 from .step import Observation, Scaling, observe
 
 _SHOWN = 20  # differences in the text
+_NO_REGION = "no torch.autocast region was entered: open the one that you train in around the call"
 
 
 @public
@@ -195,7 +197,10 @@ def census(
     parts = converted_in(step.model)
     with visible_graphs([part for _, part in parts]):
         observation = observe(step)
-    return census_of(step.model, dict(parts), observation)
+    found = census_of(step.model, dict(parts), observation)
+    devices = {"cpu", *(p.device.type for p in step.model.parameters())}
+    low = any(row.dtype in LOW_NAMES for row in found.ran) or any(map(torch.is_autocast_enabled, devices))
+    return found if low or found.planned is not None else replace(found, notes=(_NO_REGION, *found.notes))
 
 
 def census_of(model: nn.Module, parts: Mapping[str, nn.Module], observation: Observation) -> Census:

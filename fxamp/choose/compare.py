@@ -275,10 +275,12 @@ def choose(options: Sequence[Option]) -> tuple[str, str]:
         return FP32, "in 16 bits no option stays finite with an error near autocast's"
     fastest = min(near, key=lambda o: o.seconds)
     if plain.seconds - fastest.seconds <= _noise(plain, fastest):
+        apart = abs(plain.seconds - fastest.seconds) > math.hypot(plain.spread, fastest.spread)
+        spread = "" if apart else ", no difference beyond the spread of this machine"
         saves = max(plain.saved_bytes - min(o.saved_bytes for o in near), 0) / 1e6
         return FP32, (
             f"leave it in FP32: the fastest option in 16 bits, {fastest.name}, takes {_ratio(fastest, plain)} of its "
-            f"time; what 16 bits would save is {saves:.3g} MB kept for backward"
+            f"time{spread}; what 16 bits would save is {saves:.3g} MB kept for backward"
         )
     equal = [o for o in near if o.seconds - fastest.seconds <= _noise(o, fastest)]
     least = min(o.gradient for o in equal)

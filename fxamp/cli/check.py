@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +45,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="run one step of a view, and compare what ran with what was planned; TARGET may be (TrainStep, batch)",
     )  # fmt: skip
     parser.add_argument("--strict", action="store_true", help="fail on a change of the reason of a decision alone, too")
+    parser.add_argument("--verbose", action="store_true", help="list each change, also those that are alike")
     parser.add_argument("--jobs", metavar="N", type=positive, default=1, help="how many targets to check at once")
     add_device(parser)
     parser.add_argument("--name", help=argparse.SUPPRESS)
@@ -65,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     from ..report.gate import outcomes as shown
 
     write(
-        args, text=lambda: shown.to_text(found), markdown=lambda: shown.to_markdown(found),
+        args, text=lambda: shown.to_text(found, verbose=args.verbose), markdown=lambda: shown.to_markdown(found),
         json=lambda: shown.to_json(found), github=lambda: shown.to_github(found),
         junit=lambda: shown.to_junit(found), sarif=lambda: shown.to_sarif(found),
     )  # fmt: skip
@@ -97,8 +99,19 @@ def _chosen(args: argparse.Namespace) -> tuple[list[Target], Path]:
     if not chosen[0].compares():
         raise UsageError(
             "check: there is nothing to compare with; give --plan FILE, --census FILE, --budget KEY=LIMIT, or --run"
+            + _configured_as(args.targets[0])
         )
     return chosen, Path.cwd()
+
+
+def _configured_as(target: str) -> str:
+    """Say under which name pyproject.toml has a target; "" where it has not."""
+    with contextlib.suppress(UsageError):
+        file = find_pyproject(Path.cwd())
+        for one in configured(file):
+            if one.target == target:
+                return f"; {file.name} has this target: `fxamp check {one.name}`"
+    return ""
 
 
 def _outcome(target: Target, data: dict[str, Any] | str) -> Outcome:

@@ -31,6 +31,8 @@ def run(args: argparse.Namespace) -> int:
     where, colon, function = args.target.rpartition(":")
     if not (where and colon and function):
         raise UsageError(f"{args.target!r} is not a target; TARGET is {TARGET}")
+    if where.endswith(".py") and not Path(where).is_file():
+        raise UsageError(f"there is no file {where!r} here: nothing was written")
     name = args.name or Path(where).stem.rpartition(".")[2]
     file = next((f / "pyproject.toml" for f in (Path.cwd(), *Path.cwd().parents) if (f / "pyproject.toml").is_file()),
                 Path.cwd() / "pyproject.toml")  # fmt: skip

@@ -39,11 +39,16 @@ def outputs_of(args: argparse.Namespace) -> list[Output]:
     """Return the outputs that were asked for, each to a place of its own.
 
     Raises:
-        UsageError: Two of them go to one place, or one goes nowhere.
+        UsageError: Two of them go to one place, one goes nowhere, or one has a format that the verb does not write.
     """
     asked = [Output(args.output_format, _absolute(args.file))] if args.file else []
     for text in args.output:
         form, equals, file = text.partition("=")
+        if form not in args.formats and equals and form in args.every_format:
+            raise UsageError(
+                f"--output {text}: {args.verb} has no {form}; its formats are {', '.join(args.formats)}. A file of "
+                f"that name is --output=./{text}"
+            )
         if form in args.formats and (equals or not file):
             asked.append(Output(form, _absolute(Path(file)) if file else None))
         else:

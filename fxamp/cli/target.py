@@ -116,7 +116,7 @@ def under(model: Any, policy: str | None, default: str) -> Iterator[tuple[Any, s
         with torch.autocast(device, dtype):
             yield model, f"it ran under torch.autocast, in {str(dtype).removeprefix('torch.')}"
     elif level == FP32:
-        yield model, "it ran as it is, without torch.autocast around it"
+        yield model, ""
     else:
         yield convert(model, policy=policy or default), ""
 

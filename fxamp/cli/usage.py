@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NoReturn, Protocol
 
@@ -61,19 +61,20 @@ class Version(argparse.Action):
         parser.exit()
 
 
-def parser_of(verbs: Iterable[tuple[str, Verb]]) -> Parser:
+def parser_of(verbs: Collection[tuple[str, Verb]]) -> Parser:
     """Return the parser; the namespace that it parses has `run`, the function of the verb."""
     parser = Parser(prog="fxamp", description="Mixed precision for PyTorch that can be read, compared and gated.")
     parser.add_argument("--version", action=Version, nargs=0, help="show the version and exit")
     subparsers = parser.add_subparsers(metavar="VERB", required=True)
+    every = {form for _, verb in verbs for form in verb.FORMATS}
     for name, verb in verbs:
         made = subparsers.add_parser(name, help=verb.SUMMARY, description=verb.SUMMARY)
-        made.set_defaults(run=verb.run, formats=verb.FORMATS)
+        made.set_defaults(run=verb.run, verb=name, formats=verb.FORMATS, every_format=every)
         made.add_argument("--output-format", choices=verb.FORMATS, default="text")
         made.add_argument("-o", dest="file", metavar="FILE", type=Path, help="write to FILE instead of printing")
         made.add_argument(
             "--output", metavar="[FORMAT=]FILE", action="append", default=[],
-            help="also with a format, as sarif=FILE; FORMAT alone prints; may be given several times",
+            help=f"also with a format, as {verb.FORMATS[-1]}=FILE; FORMAT alone prints; may be given several times",
         )  # fmt: skip
         made.add_argument("-q", "--quiet", action="store_true", help="print nothing; only set the exit status")
         made.add_argument("--exit-zero", action="store_true", help="exit with status 0 instead of 1")

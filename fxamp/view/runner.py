@@ -489,6 +489,10 @@ class Runner:
 
         Numbers vary at each step, as what is annealed; of some, as the `p` of a dropout, torch makes a constant.
         """
+        if _GRAD_MODE in reason:  # training and evaluation have a graph each: that is no cause to change anything
+            mode = "with" if torch.is_grad_enabled() else "without"
+            logger.info("fxamp: %s has another graph now, for calls %s gradients", type(self.model).__name__, mode)
+            return
         number = _NUMBER.match(reason)
         cause = number[1] if number else re.sub(r"\d+", "N", reason)
         self._causes[cause] += 1
@@ -505,6 +509,7 @@ class Runner:
 
 _NUMBER = re.compile(r"(\S+) == -?\d+(?:\.\d+(?:e[-+]?\d+)?|e[-+]?\d+)(?:\s|$)")  # the guard of a float
 _MODULE = re.compile(r"\._modules\['(\w+)'\]")
+_GRAD_MODE = "GLOBAL_STATE changed: grad_mode"  # the whole of Dynamo's words, but for its prefix
 _EIGHTH = 8  # the graph of one number at which a warning names it
 _OF_DTYPES = re.compile(r"dtype|BFloat16|Half\b|scalar type", re.IGNORECASE)  # in the text of an error
 RUN = Runner._traced.__code__  # the frame in which the model is called

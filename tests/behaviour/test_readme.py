@@ -113,6 +113,19 @@ def test_extras_in_commands_are_there() -> None:
     assert {"lightning", "test"} <= named <= extras
 
 
+def test_no_page_installs_a_release_that_is_on_no_index() -> None:
+    assert "There is no release on a package index yet" in text_of(README)
+    assert [page.name for page in PAGES if re.search(r'pip install "?fxamp', text_of(page))] == []
+
+
+def test_every_verb_has_its_function_beside_it() -> None:
+    rows = re.findall(r"^\| (`fxamp \w+`.*) \| (.*) \|$", text_of(GUIDES / "checking.md"), re.MULTILINE)
+    assert {verb for row, _ in rows for verb in re.findall(r"`fxamp (\w+)", row)} == set(VERBS)
+    named = [name for _, row in rows for name in re.findall(r"`fxamp\.(\w+)`", row)]
+    assert len(named) == 8
+    assert all(callable(getattr(fxamp, name)) for name in named)
+
+
 def test_files_that_are_named_are_there_and_diffs_have_been_made() -> None:
     text = text_of(ROOT / ".github" / "CONTRIBUTING.md")
     named = re.findall(r"`((?:passes|fxamp|tests|reports)/[\w/.]+)`", text)

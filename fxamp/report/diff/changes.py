@@ -29,6 +29,7 @@ _LABELS = {
     "saved_bytes": "bytes saved for backward", "low_bytes": "low, % of bytes", "low_flops": "low, % of FLOPs",
     "fp32_ops": "ops in FP32", "unknown_ops": "ops without a rule",
 }  # fmt: skip
+_TOTAL = re.compile(r"(.+?)( \(.*\))?: (.* -> .*)")  # its label, its state and its values
 _LAST_NUMBER = re.compile(r"\d+(?!.*\d)")
 
 
@@ -88,6 +89,29 @@ def lines(changes: Iterable[Change], places: Mapping[str, Place] | None = None) 
         named = "" if key.startswith("(") else f"{key}  "
         out.append((key, visible(f"{SIGNS[kind]} {named}{text}{where}")))
     return out
+
+
+def folded(changes: Iterable[Change], places: Mapping[str, Place]) -> list[str]:
+    """Return the same lines, but nodes of one line of source that change alike share one, and so do states of a total.
+
+    Without a source line, nodes of one op share a line. A node that changes alike in several states counts once.
+    """
+    totals: dict[str, list[str]] = {}
+    groups: dict[tuple[str, str, str], dict[str, None]] = {}
+    for kind, key, text in rows(changes):
+        if key == PLAN_KEY and (total := _TOTAL.fullmatch(text)):
+            totals.setdefault(total[1], []).append(f"{total[3]}{total[2] or ''}")
+            continue
+        node = key.partition(":")[2] if key.partition(":")[0].isdigit() else key
+        place = places.get(key) or places.get(node)
+        where = f"  ({place.file}:{place.line})" if place is not None else ""
+        op = "" if where else node.rpartition("/")[2].partition("#")[0] if key[0] != "(" else str(len(groups))
+        groups.setdefault((SIGNS[kind], f"{text}{where}", op), {})["" if key[0] == "(" else node] = None
+    out = [f"{SIGNS['changed']} {label}: {'; '.join(values)}" for label, values in totals.items()]
+    for (sign, text, _), nodes in groups.items():
+        first, more = next(iter(nodes)), len(nodes) - 1
+        out.append(f"{sign} {first}{f' and {more} more' if more else ''}{'  ' if first else ''}{text}")
+    return list(map(visible, out))
 
 
 def rows(changes: Iterable[Change]) -> list[tuple[str, str, str]]:

@@ -21,7 +21,7 @@ from tabulate import tabulate
 from passes.contract.plan import installed
 
 from ...harmless import markdown, visible
-from ..diff.changes import PLAN_KEY, Change, lines, rows
+from ..diff.changes import PLAN_KEY, Change, folded, lines, rows
 from .gate import KEPT, UNKNOWN, WAY_OUT, Outcome
 
 _SUMMARY = 1_000_000  # bytes; GitHub drops a job summary of more than 1 MiB as a whole
@@ -40,14 +40,22 @@ _RULES = {
 _HELP = "https://fxamp.github.io/fxamp/checking.html"
 
 
-def to_text(outcomes: Sequence[Outcome], way_out: str = WAY_OUT) -> str:
-    """Write a line for each target, under it what changed and which budgets are broken, and at last a way out."""
-    out = []
+def to_text(outcomes: Sequence[Outcome], way_out: str = WAY_OUT, *, verbose: bool = False) -> str:
+    """Write a line for each target, under it what changed and which budgets are broken, and at last a way out.
+
+    Nodes of one line of source that change alike share a line, unless it is `verbose`.
+    """
+    out, hidden = [], False
     for outcome in (o for o in outcomes if o.status != UNKNOWN):  # whose message is an error's
         out.append(visible(outcome.message))
         out += [f"  over budget: {visible(text)}" for text in outcome.broken]
         out += [f"  {visible(text)}" for text in outcome.ran]
-        out += [f"  {line}" for _, line in lines(outcome.changes, outcome.places)]
+        every = [line for _, line in lines(outcome.changes, outcome.places)]
+        shown = every if verbose else folded(outcome.changes, outcome.places)
+        hidden |= len(shown) < len(every)
+        out += [f"  {line}" for line in shown]
+    if way_out and hidden:
+        out.append("Changes that are alike share a line: --verbose lists each, for every state of the model.")
     if way_out and any(outcome.is_update_asked for outcome in outcomes):
         out.append(way_out)
     return "".join(f"{line}\n" for line in out)

@@ -886,3 +886,18 @@ def test_a_census_that_raises_leaves_the_weights_as_they_were() -> None:
         step(X, Y)
     assert all(map(torch.equal, before, model.parameters()))
     assert (step.windows, step.position) == (0, 0)
+
+
+def test_a_step_in_which_no_region_was_entered_says_so_and_no_other_does() -> None:
+    said = "no torch.autocast region was entered"
+    assert said in str(fxamp.census(Net(), X, Y, loss=CE))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert said not in str(fxamp.census(Net(), X, Y, loss=CE))
+    assert said not in str(fxamp.census(view_of(Net(), "O0"), X, Y, loss=CE))
+
+    class Inside(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return super().forward(x)
+
+    assert said not in str(fxamp.census(Inside(), X, Y, loss=CE))

@@ -78,7 +78,7 @@ O1, O2, O3 = (replace(AUTOCAST, name=name) for name in ("O1", "O2", "O3"))
         ([PLAIN, AUTOCAST, O1, replace(O2, seconds=0.060, gradient=0.009)], "O2", "1.80 times its error"),
         ([PLAIN, AUTOCAST, replace(O3, seconds=0.020, gradient=0.1)], "autocast", "80 % of the time of FP32"),
         ([PLAIN, replace(AUTOCAST, seconds=0.098)], "FP32", "leave it in FP32: the fastest option in 16 bits"),
-        ([replace(PLAIN, spread=0.03), AUTOCAST], "FP32", "leave it in FP32"),
+        ([replace(PLAIN, spread=0.03), AUTOCAST], "FP32", "no difference beyond the spread of this machine"),
         ([PLAIN, replace(AUTOCAST, skipped=17)], "FP32", "no option stays finite"),
         ([PLAIN, AUTOCAST, replace(O2, seconds=0.079, gradient=0.009)], "autocast", "O2 are as fast"),
     ],

@@ -179,3 +179,21 @@ def test_an_output_that_lacks_a_character_fails_nothing(
         assert json.loads(written.decode("utf-8"))["plan"]
     else:
         assert written.decode(encoding)
+
+
+@pytest.mark.parametrize(
+    ("verb", "form", "formats"),
+    [
+        ("census", "sarif", "text, json"),
+        ("rules", "html", "text, markdown, json"),
+        ("tune", "junit", "text, markdown, json"),
+    ],
+)
+def test_a_format_of_another_verb_is_an_error_and_no_file(
+    verb: str, form: str, formats: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert main([verb, "net.py:make", "--output", f"{form}=a.out"]) == 2
+    assert f"{verb} has no {form}; its formats are {formats}" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -44,6 +44,7 @@ def test_init_writes_the_table_that_check_reads(here: Path, capsys: Capture, mon
     Path("pyproject.toml").write_text(before, encoding="utf-8")
     Path("src").mkdir()
     monkeypatch.chdir("src")
+    Path("net.py").touch()
     assert main(["init", "net.py:make"]) == 0
     assert "next: fxamp check --update" in capsys.readouterr().out
     text = (here / "pyproject.toml").read_text(encoding="utf-8")
@@ -60,6 +61,7 @@ def test_init_writes_the_table_that_check_reads(here: Path, capsys: Capture, mon
 
 
 def test_init_begins_a_file_where_there_is_none(capsys: Capture) -> None:
+    Path("net.py").touch()
     assert main(["init", "net.py:make"]) == 0
     assert [target.name for target in configured(Path("pyproject.toml"))] == ["net"]
 
@@ -75,3 +77,23 @@ def test_several_outputs_are_written_in_one_run(capsys: Capture) -> None:
     assert Path("rule.json").read_text(encoding="utf-8").startswith("[")
     assert Path("rule.md").read_text(encoding="utf-8").startswith("|")
     assert capsys.readouterr().out.startswith("fact")
+
+
+def test_a_file_that_is_missing_is_named_and_nothing_is_written(capsys: Capture) -> None:
+    for words in (
+        ["init", "missing.py:make"], ["diff", "missing.json", "other.json"],
+        ["diff", "missing.py:make", "--policy=O1", "--policy=O2"],
+        ["check", "--here", "missing.py:make", "--plan=p.json"],
+    ):  # fmt: skip
+        assert main(words) == 2
+        error = capsys.readouterr().err
+        assert "missing" in error
+        assert error.count("\n") == 1
+    assert not list(Path.cwd().iterdir())
+
+
+def test_a_target_that_is_configured_is_pointed_to_by_its_name(capsys: Capture) -> None:
+    Path("net.py").touch()
+    main(["init", "net.py:make", "--name", "small"])
+    assert main(["check", "net.py:make"]) == 2
+    assert "pyproject.toml has this target: `fxamp check small`" in capsys.readouterr().err

@@ -722,3 +722,15 @@ def test_a_view_compiles_by_the_arguments_of_torch_and_refuses_what_there_is_not
     with pytest.raises(TypeError, match="nonsense"):
         view.compile(nonsense=True)
     assert torch.equal(view(x), expected)
+
+
+def test_training_and_evaluation_in_turns_warn_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    view = fxamp.convert(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), policy="O1,dtype=bf16")
+    with caplog.at_level("INFO", logger="fxamp"):
+        for rows in (4, 6, 3, 5):
+            view(torch.randn(rows, 8)).sum().backward()
+            with torch.no_grad():
+                view(torch.randn(rows + 7, 8))
+    said = [record.getMessage() for record in caplog.records if "another graph now" in record.getMessage()]
+    assert said
+    assert not [r for r in caplog.records if r.levelname == "WARNING" or "grad_mode" in r.getMessage()]

@@ -14,6 +14,7 @@ import pytest
 
 import fxamp
 from fxamp.cli.main import main
+from fxamp.report.diff.changes import Change, Place, folded
 from fxamp.report.gate.budget import Budget
 from fxamp.target import load_target
 from passes.contract.errors import PolicyError
@@ -101,13 +102,70 @@ def test_what_is_as_planned_passes_and_what_changed_names_the_authors_line(folde
     assert check("net.py:make", "--plan=net.json", LOW, "--update")[0] == 0
     assert check("net.py:make", "--plan=net.json", LOW)[0] == 0
     change(folder, "return self.head(h)", "return self.head(h.float().softmax(-1))")
-    status, out, _ = check("net.py:make", "--plan=net.json", LOW)
+    status, out, _ = check("net.py:make", "--plan=net.json", LOW, "--verbose")
     assert status == 1
     assert re.search(r"\+ /softmax#0 .*net\.py:15", out)
     head, *lines, last = out.splitlines()
     counts = [sum(line.startswith(f"  {sign}") for line in lines) for sign in "+-!"]
     assert head == "net.py:make: {} added, {} removed, {} changed against net.json".format(*counts)
     assert last.startswith("If this is intended, run fxamp check --update")
+
+
+LAYERS = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out, self.drop = nn.Linear(16, 48), nn.Linear(16, 16), nn.Dropout(0.1)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        attention = (q @ k.transpose(-2, -1) / 4).softmax(-1)
+        return x + self.drop(self.out(attention @ v))
+
+
+def make():
+    return nn.Sequential(*[Block() for _ in range(4)]), (torch.randn(2, 5, 16),)
+"""
+
+
+def test_one_changed_line_of_equal_layers_is_few_lines_and_verbose_has_all(folder: Path, check: Check) -> None:
+    (folder / "net.py").write_text(LAYERS)
+    check("net.py:make", "--plan=net.json", LOW, "--update")
+    change(folder, "(q @ k.transpose(-2, -1) / 4)", "(q.float() @ k.float().transpose(-2, -1) / 4)")
+    status, out, _ = check("net.py:make", "--plan=net.json", LOW)
+    listed = [line for line in out.splitlines()[1:] if line.startswith("  ")]
+    assert status == 1
+    assert len(listed) <= 12
+    [added] = [line for line in listed if line.startswith("  + ")]
+    assert re.fullmatch(r"  \+ 0/to#\d+ and 7 more  .*\(net\.py:14\)", added)
+    assert not re.search(r"\b\d:", out.partition("\n")[2].replace("net.py:", ""))
+    labels = [line.partition(":")[0] for line in listed if " -> " in line and "(net.py" not in line]
+    assert len(labels) == len(set(labels))
+    assert "--verbose lists each" in out
+    status, every, _ = check("net.py:make", "--plan=net.json", LOW, "--verbose")
+    whole = [line for line in every.splitlines()[1:] if line.startswith("  ")]
+    assert status == 1
+    assert len(whole) >= 3 * len(listed)
+    assert every.splitlines()[0] == out.splitlines()[0]
+    data = json.loads(check("net.py:make", "--plan=net.json", LOW, "--output-format=json")[1])
+    assert len(data[0]["changes"]) >= len(whole)
+
+
+def test_a_node_that_changes_alike_in_two_states_counts_once_and_otherwise_twice() -> None:
+    wide, half = ("colour", "bfloat16", "float32"), ("colour", "float16", "float32")
+    nodes = [("0/mm#0", *wide), ("1/mm#0", *wide), ("1:0/mm#0", *wide), ("1:1/mm#0", *half)]
+    totals = [("(plan)", f"casts ({state})", "2", str(n)) for state, n in (("train", 4), ("eval", 3))]
+    changes = [Change("changed", *one) for one in (*totals, *nodes)]
+    assert folded(changes, {key: Place("net.py", 3) for key in ("0/mm#0", "1/mm#0")}) == [
+        "! casts of the forward: 2 -> 4 (train); 2 -> 3 (eval)",
+        "! 0/mm#0 and 1 more  runs in: bfloat16 -> float32  (net.py:3)",
+        "! 1/mm#0  runs in: float16 -> float32  (net.py:3)",
+    ]
 
 
 def test_a_line_that_moves_is_no_change(folder: Path, check: Check) -> None:
