@@ -26,17 +26,8 @@ from ..diagnose.step import diagnostic, step_of, visible_graphs
 from ..observe.watch import LOW_NAMES, Watch
 from ..observe.workload import Loss
 from ..results import Result, some, table
-from .differences import (
-    Compiled,
-    Difference,
-    compiled_of,
-    compiled_otherwise,
-    differences_of,
-    odd_products,
-    of_products,
-)
-from .rows import Row, ledgers_of, planned_rows, rows_of, where_of
-from .step import Observation, Scaling, observe
+from .differences import Compiled, Difference, compiled_of, differences_of, odd_products, of_products
+from .step import Observation, Row, Scaling, observe, planned_rows, rows_of
 
 _SHOWN = 20  # differences in the text
 
@@ -201,35 +192,30 @@ def census(
 def census_of(model: nn.Module, parts: Mapping[str, nn.Module], observation: Observation) -> Census:
     """Return what was seen in a step of a model, compared with the plans of its parts: views and graphs, by path."""
     watch = observation.watch
-    ledgers = ledgers_of(watch)
-    rows = rows_of(watch, ledgers)
+    rows = rows_of(watch)
     views = {path: runner for path, part in parts.items() if (runner := runner_of(part)) is not None}
-    whole = not parts and bool(ledgers)
+    whole = not parts and bool(watch.graphs)
     scaling = observation.scaling(rows)
     has_plan = bool(parts) or whole or any("fxamp" in str(compiled_call(m)) for m in model.modules())
-    if has_plan:
-        found = differences_of(watch, ledgers, views, whole)
-        found += [d for ledger in ledgers for d in compiled_otherwise(ledger)]
-    else:
-        found = odd_products(watch, {seen: where_of(seen.place, ledgers) for seen in watch.sums})
+    found = differences_of(watch, views, whole) if has_plan else odd_products(watch)
     found += observation.scaling_differences(scaling)
     unseen = [
-        f"graph {ledger.number} ran as compiled by {ledger.ran.by}: inside its kernels the dtypes of "
-        f"{len(ledger.decisions)} nodes cannot be seen; the products that it called are compared"
-        for ledger in ledgers if ledger.ran.by and ledger.ran.kernels is None
+        f"graph {ran.number} ran as compiled by {ran.by}: inside its kernels the dtypes of {len(ran.decisions)} nodes "
+        "cannot be seen; the products that it called are compared"
+        for ran in watch.graphs if ran.by and ran.kernels is None
     ]  # fmt: skip
-    if inside := of_products(watch, ledgers)[1]:
+    if inside := of_products(watch)[1]:
         nodes = list(dict.fromkeys(d.where for d in inside))
         unseen.append(
             f"{len(nodes)} nodes read and give {inside[0].planned} as planned, and torch's op casts inside and "
             f"computes products in {inside[0].ran}: {', '.join(nodes)}"
         )
-    policies = [str(ledger.ran.known.plan.policy) for ledger in ledgers]
+    policies = [str(ran.known.plan.policy) for ran in watch.graphs]
     policies += [str(runner.graphs.policy) for runner in views.values()]
     return Census(
         name=type(original_of(model) or model).__name__, policy=next(iter(policies), ""),
-        planned=planned_rows(ledgers) if has_plan else None, ran=rows, differences=tuple(found), scaling=scaling,
-        notes=(*observation.notes, *unseen), compiled=tuple(c for c in map(compiled_of, ledgers) if c is not None),
+        planned=planned_rows(watch) if has_plan else None, ran=rows, differences=tuple(found), scaling=scaling,
+        notes=(*observation.notes, *unseen), compiled=tuple(c for c in map(compiled_of, watch.graphs) if c is not None),
     )  # fmt: skip
 
 

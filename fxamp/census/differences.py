@@ -18,9 +18,9 @@ from torch.fx import GraphModule, Node
 from passes.contract.policy import dtype_name
 from passes.graph.notes import is_inserted
 from passes.ops.rules import row_named
+from passes.runtime.casts import again
 
-from ..observe.watch import LOW_NAMES, Place, Seen, Sum, Watch, dtypes_in
-from .rows import Ledger, is_cast, planned_dtypes
+from ..observe.watch import LOW_NAMES, Dtypes, Place, Ran, Seen, Sum, Watch, dtypes_in
 
 _ATTENTION = "scaled_dot_product_attention"
 
@@ -53,39 +53,49 @@ class Difference:
         return f"{self.where}: {planned}{ran}{f' ({self.why})' if self.why else ''}"
 
 
-def differences_of(watch: Watch, ledgers: Sequence[Ledger], views: Mapping[str, Any], whole: bool) -> list[Difference]:
+def differences_of(watch: Watch, views: Mapping[str, Any], whole: bool) -> list[Difference]:
     """Return all that did not run as planned, of the views in a model, or of the whole model, compiled in place."""
-    found = [d for ledger in ledgers for d in _of_graph(ledger)]
-    found += of_products(watch, ledgers)[0]
-    found += _outside(watch, ledgers, views, whole)
+    found = [d for ran in watch.graphs for d in _of_graph(ran)]
+    found += of_products(watch)[0]
+    found += _outside(watch, views, whole)
     found += _uncaptured(watch, views)
-    return list(dict.fromkeys(found))
+    return [*dict.fromkeys(found), *(d for ran in watch.graphs for d in _compiled_otherwise(ran))]
 
 
-def _of_graph(ledger: Ledger) -> Iterator[Difference]:
+def is_cast(node: Node) -> bool:
+    """Say whether a node is a cast that the plan counts: one of a storage of its own."""
+    return is_inserted(node) and node.target is not again
+
+
+def planned_dtypes(node: Node) -> tuple[Dtypes, Dtypes]:
+    """Return the dtypes of operands and results that a node of an emitted graph has by its plan."""
+    values = [n.meta.get("val", n.meta.get("example_value")) for n in node.all_input_nodes]
+    return dtypes_in(values), dtypes_in(node.meta.get("val"))
+
+
+def _of_graph(ran: Ran) -> Iterator[Difference]:
     """Yield the nodes of a graph that did not run as they were emitted, or not at all."""
-    if ledger.ran.by:
+    if ran.by:
         return
-    at, lifted = ledger.number, _lifted(ledger)
-    for name, node in ledger.emitted.items():
+    at, lifted = ran.number, _lifted(ran)
+    for name, node in ran.emitted.items():
         if not node.op.startswith("call") or name in lifted:
             continue
-        key, planned = ledger.key(name), planned_dtypes(node)
-        ran = ledger.ran.nodes.get(name)
+        key, planned, dtypes = ran.key(name), planned_dtypes(node), ran.nodes.get(name)
         what = f"the cast to {' '.join(planned[1])}" if is_inserted(node) else ""
-        if ran is None:
+        if dtypes is None:
             yield Difference("missing", key, what or _text(*planned), "", graph=at)
-        elif "val" in node.meta and _differ(node, planned, ran):
-            yield Difference("dtype", key, what or _text(*planned), _text(*ran), graph=at)
-    for name, ran in ledger.ran.nodes.items():
-        if name not in ledger.emitted:
-            yield Difference("unplanned", name, "", _text(*ran), "a node that is not in the plan", at)
-    modules = [m for m in ledger.ran.known.emitted.modules() if isinstance(m, GraphModule)]
-    casts, planned_casts = sum(is_cast(n) for m in modules for n in m.graph.nodes), ledger.ran.known.plan.casts
+        elif "val" in node.meta and _differ(node, planned, dtypes):
+            yield Difference("dtype", key, what or _text(*planned), _text(*dtypes), graph=at)
+    for name, dtypes in ran.nodes.items():
+        if name not in ran.emitted:
+            yield Difference("unplanned", name, "", _text(*dtypes), "a node that is not in the plan", at)
+    modules = [m for m in ran.known.emitted.modules() if isinstance(m, GraphModule)]
+    casts, planned_casts = sum(is_cast(n) for m in modules for n in m.graph.nodes), ran.known.plan.casts
     if casts != planned_casts:
         yield Difference("missing", f"graph {at}", f"{planned_casts} casts", f"{casts} casts", graph=at)
-    for key in ledger.decisions.keys() - set(ledger.keys.values()):
-        yield Difference("missing", key, ledger.decisions[key].colour, "", graph=at)
+    for key in ran.decisions.keys() - set(ran.keys.values()):
+        yield Difference("missing", key, ran.decisions[key].colour, "", graph=at)
 
 
 def _differ(node: Node, planned: Any, ran: Any) -> bool:
@@ -94,16 +104,13 @@ def _differ(node: Node, planned: Any, ran: Any) -> bool:
     return planned[1] != ran[1] or (known and planned[0] != ran[0])
 
 
-def _lifted(ledger: Ledger) -> Set[str]:
+def _lifted(ran: Ran) -> Set[str]:
     """Return the casts of parameters that a window keeps, and which are inputs of the graph."""
-    part = ledger.ran.part
-    given = len(ledger.ran.graph.graph.find_nodes(op="placeholder"))
-    inputs = [n for n in ledger.emitted.values() if n.op == "placeholder"]
-    if part.names is not None or given == len(inputs):
-        return part.lifted
-    here = {n.name for n in ledger.ran.graph.graph.nodes}
-    own = set(inputs)
-    return {name for name, n in ledger.emitted.items() if is_inserted(n) and n.args[0] in own and name not in here}
+    inputs = {n for n in ran.emitted.values() if n.op == "placeholder"}
+    if ran.part.names is not None or len(ran.graph.graph.find_nodes(op="placeholder")) == len(inputs):
+        return ran.part.lifted
+    here = {n.name for n in ran.graph.graph.nodes}
+    return {name for name, n in ran.emitted.items() if is_inserted(n) and n.args[0] in inputs and name not in here}
 
 
 def _text(operands: Sequence[str], results: Sequence[str]) -> str:
@@ -112,59 +119,52 @@ def _text(operands: Sequence[str], results: Sequence[str]) -> str:
     return gives if reads == gives or not reads else f"{reads} to {gives or 'no float'}"
 
 
-def of_products(watch: Watch, ledgers: Sequence[Ledger]) -> tuple[list[Difference], list[Difference]]:
+def of_products(watch: Watch) -> tuple[list[Difference], list[Difference]]:
     """Return the products of nodes and of compiled graphs that ran in another dtype than the plan's.
 
     Returns:
         Those that differ; and those inside an op of torch's that casts its operands itself, as attention with dropout
         does on a CPU: what it reads and gives is as planned. In a compiled graph these are its batched products.
     """
-    differ: list[Difference] = []
-    inside: list[Difference] = []
+    differ, inside = list[Difference](), list[Difference]()
     casting = {seen.place for seen, total in watch.sums.items() if total.casts}
     for seen, total in watch.sums.items():
         place = seen.place
         if not seen.product or place.kind not in ("node", "region"):
             continue
-        ledger = ledgers[place.graph]
-        planned = _planned_colours(place, ledgers)
+        ran, planned = watch.graphs[place.graph], _planned_colours(place, watch)
         if planned and seen.dtype not in planned:
-            attends = seen.op.endswith("bmm") and any(d.op == _ATTENTION for d in ledger.decisions.values())
+            attends = seen.op.endswith("bmm") and any(d.op == _ATTENTION for d in ran.decisions.values())
             graph = f"attention of graph {place.graph}" if attends else f"graph {place.graph}"
-            where = ledger.key(place.where) if place.kind == "node" else graph
-            how = "backward" if place.backward else "forward"
-            found = Difference(
-                "dtype", where, " or ".join(sorted(planned)), seen.dtype,
-                f"{seen.op} in {how}", place.graph, total.flops,
-            )  # fmt: skip
+            where = ran.key(place.where) if place.kind == "node" else graph
+            why = f"{seen.op} in {'backward' if place.backward else 'forward'}"
+            colours = " or ".join(sorted(planned))
+            found = Difference("dtype", where, colours, seen.dtype, why, place.graph, total.flops)
             casts = place in casting if place.kind == "node" else attends
             (inside if casts else differ).append(found)
     return differ, inside
 
 
-def _planned_colours(place: Place, ledgers: Sequence[Ledger]) -> set[str]:
-    """Return the dtypes that products may have at a place, by the plan; none where it leaves that open."""
-    ledger = ledgers[place.graph]
-    decisions = [d for one in ledgers if one.ran.graph is ledger.ran.graph for d in one.decisions.values()]
-    if place.kind == "node":
-        decision = ledger.decisions.get(ledger.key(place.where))
-        decisions = [] if decision is None else [decision]
-    colours = {d.colour for d in decisions if not row_named(d.op).higher_order}
-    known = all(isinstance(getattr(torch, c, None), torch.dtype) for c in colours)
-    return (colours | _beside(place, ledgers)) if known and colours else set()
+def _planned_colours(place: Place, watch: Watch) -> set[str]:
+    """Return the dtypes that products may have at a place, by the plan; none where it leaves that open.
 
-
-def _beside(place: Place, ledgers: Sequence[Ledger]) -> set[str]:
-    """Return the dtypes of what is in a compiled graph and in no plan, as a loss that was traced with the model."""
-    graph = ledgers[place.graph].ran.graph
-    names = [one.ran.part.names for one in ledgers if one.ran.graph is graph and one.ran.part.names is not None]
-    if place.kind == "node" or not names:
+    Those of what is in a compiled graph and in no plan, as a loss that was traced with the model, are among them.
+    """
+    ran = watch.graphs[place.graph]
+    alike = [one for one in watch.graphs if one.graph is ran.graph]
+    here = ran.decisions.get(ran.key(place.where))
+    decisions = [here] if place.kind == "node" else [d for one in alike for d in one.decisions.values()]
+    colours = {d.colour for d in decisions if d is not None and not row_named(d.op).higher_order}
+    if not colours or not all(isinstance(getattr(torch, c, None), torch.dtype) for c in colours):
         return set()
+    graph, names = ran.graph, [one.part.names for one in alike if one.part.names is not None]
+    if place.kind == "node" or not names:
+        return colours
     loose = (n for n in graph.graph.nodes if n.op.startswith("call") and not any(n.name in known for known in names))
-    return {dtype for n in loose for dtype in dtypes_in(n.meta.get("val", n.meta.get("example_value")))}
+    return colours | {d for n in loose for d in dtypes_in(n.meta.get("val", n.meta.get("example_value")))}
 
 
-def _outside(watch: Watch, ledgers: Sequence[Ledger], views: Mapping[str, Any], whole: bool) -> Iterator[Difference]:
+def _outside(watch: Watch, views: Mapping[str, Any], whole: bool) -> Iterator[Difference]:
     """Yield code outside of all graphs that computes what the plan was made for, a line at a time."""
     lines: dict[tuple[str, bool], list[tuple[Seen, Sum]]] = {}
     for seen, total in watch.sums.items():
@@ -183,7 +183,7 @@ def _outside(watch: Watch, ledgers: Sequence[Ledger], views: Mapping[str, Any], 
             dict.fromkeys(f"{s.op} in {' '.join(dict.fromkeys(s.operands or s.results))}" for s, _ in counted)
         )
         where = f"{line}{f', module {module}' if module else ''}"
-        why = f"outside of all graphs: {_why(seen, counted, watch, ledgers)}"
+        why = f"outside of all graphs: {_why(seen, counted, watch)}"
         ran += " in backward" * backward
         yield Difference("outside", where, "", ran, why, flops=sum(t.flops for _, t in counted))
 
@@ -198,7 +198,7 @@ def _is_planned(seen: Seen, reads: bool, views: Mapping[str, Any], whole: bool) 
     return of_model or (seen.product and reads and (whole or "" in views))
 
 
-def _why(seen: Seen, ops: Iterable[tuple[Seen, Sum]], watch: Watch, ledgers: Sequence[Ledger]) -> str:
+def _why(seen: Seen, ops: Iterable[tuple[Seen, Sum]], watch: Watch) -> str:
     place = seen.place
     if place.by:
         return place.by
@@ -207,7 +207,7 @@ def _why(seen: Seen, ops: Iterable[tuple[Seen, Sum]], watch: Watch, ledgers: Seq
     wide = any(s.product and s.dtype not in LOW_NAMES for s, _ in ops)
     low = any(runner.graphs.policy.level.rounds for runner in watch.entered)
     off = ", where torch.autocast is off" if wide and low else ""
-    breaks = [ledger.ran.known.broke for ledger in ledgers if ledger.ran.known.broke]
+    breaks = [ran.known.broke for ran in watch.graphs if ran.known.broke]
     missed = [text for _, text in watch.missed] or [text for runner in watch.entered for text in runner.refused]
     cause = next(iter((*missed, *(f"graph break at {text}" for text in breaks))), "left to Python by Dynamo")
     return f"{cause}{off}"
@@ -223,12 +223,12 @@ def _uncaptured(watch: Watch, views: Mapping[str, Any]) -> Iterator[Difference]:
             yield Difference("uncaptured", where, "a call of the view", "", "it was not called")
 
 
-def odd_products(watch: Watch, where: Mapping[Seen, str]) -> list[Difference]:
+def odd_products(watch: Watch) -> list[Difference]:
     """Return, for a model without a plan, the products that ran in another dtype than most FLOPs did."""
     products = {seen: total for seen, total in watch.sums.items() if seen.product and seen.operands}
-    flops: dict[str, int] = {}
+    flops = Counter[str]()
     for seen, total in products.items():
-        flops[seen.dtype] = flops.get(seen.dtype, 0) + total.flops
+        flops[seen.dtype] += total.flops
     if len(flops) < 2:
         return []
     most = next((dtype for dtype in flops if dtype in LOW_NAMES), max(flops, key=lambda dtype: flops[dtype]))
@@ -236,8 +236,10 @@ def odd_products(watch: Watch, where: Mapping[Seen, str]) -> list[Difference]:
     for seen, total in products.items():
         if seen.dtype != most:
             how = "backward" if seen.place.backward else "forward"
-            why = f"{how}, where other products ran in {most}{f'; {seen.place.where}' if seen.place.where else ''}"
-            found.append(Difference("dtype", where[seen], "", f"{seen.op} in {seen.dtype}", why, flops=total.flops))
+            why = f"{how}, where other products ran in {most}{seen.place.where and f'; {seen.place.where}'}"
+            found.append(
+                Difference("dtype", watch.where(seen.place), "", f"{seen.op} in {seen.dtype}", why, flops=total.flops)
+            )
     return found
 
 
@@ -272,33 +274,33 @@ class Compiled:
         )
 
 
-def compiled_of(ledger: Ledger) -> Compiled | None:
+def compiled_of(ran: Ran) -> Compiled | None:
     """Return what Inductor's record says of a graph that ran; None where there is no record."""
-    if ledger.ran.kernels is None:
+    if ran.kernels is None:
         return None
-    both = [*ledger.ran.kernels[0], *ledger.ran.kernels[1]]
-    nodes = [n for n in ledger.emitted.values() if n.op.startswith("call") and len(planned_dtypes(n)[1]) == 1]
-    stored = {k.made_from: k for k in ledger.ran.kernels[0] if k.made_from in {n.name for n in nodes}}
+    both = [*ran.kernels[0], *ran.kernels[1]]
+    nodes = {n.name for n in ran.emitted.values() if n.op.startswith("call") and len(planned_dtypes(n)[1]) == 1}
+    stored = {k.made_from: k for k in ran.kernels[0] if k.made_from in nodes}
     return Compiled(
-        ledger.number, len(nodes), len(stored), sum(k.extern for k in stored.values()), len(nodes) - len(stored),
+        ran.number, len(nodes), len(stored), sum(k.extern for k in stored.values()), len(nodes) - len(stored),
         _counted(d for k in both for d in k.loaded), _counted(k.stored for k in both),
     )  # fmt: skip
 
 
-def compiled_otherwise(ledger: Ledger) -> Iterator[Difference]:
+def _compiled_otherwise(ran: Ran) -> Iterator[Difference]:
     """Yield the nodes that Inductor stores in another dtype than the plan's, or whose library kernel reads another."""
-    for kernel in ledger.ran.kernels[0] if ledger.ran.kernels is not None else ():
-        node = ledger.emitted.get(kernel.made_from)
+    for kernel in ran.kernels[0] if ran.kernels is not None else ():
+        node = ran.emitted.get(kernel.made_from)
         planned = planned_dtypes(node) if node is not None else ((), ())
         if len(planned[1]) != 1:
             continue
-        key, stored = ledger.key(kernel.made_from), dtype_name(kernel.stored)
+        key, stored = ran.key(kernel.made_from), dtype_name(kernel.stored)
         if stored != planned[1][0]:
-            yield Difference("dtype", key, planned[1][0], stored, "Inductor stores it so", ledger.number)
+            yield Difference("dtype", key, planned[1][0], stored, "Inductor stores it so", ran.number)
         loaded = {dtype_name(dtype) for dtype in kernel.loaded if dtype.is_floating_point}
         if kernel.extern and loaded - set(planned[0]):
-            reads, ran = " ".join(sorted(set(planned[0]))), " ".join(sorted(loaded))
-            yield Difference("dtype", key, reads, ran, f"{kernel.op}, as Inductor calls it", ledger.number)
+            reads, read = " ".join(sorted(set(planned[0]))), " ".join(sorted(loaded))
+            yield Difference("dtype", key, reads, read, f"{kernel.op}, as Inductor calls it", ran.number)
 
 
 def _counted(dtypes: Iterable[torch.dtype]) -> dict[str, int]:

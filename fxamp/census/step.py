@@ -2,27 +2,102 @@
 
 And what it did about the range of FP16: whether its loss was scaled, its gradients unscaled, and its step taken.
 
-A watch sees converted graphs that are modules too: each runs node by node meanwhile.
+A watch sees converted graphs that are modules too: each runs node by node meanwhile. What ran are rows of plain data:
+where, in which dtypes, and what it cost.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from passes.contract.errors import PolicyError
+from passes.graph.notes import is_inserted
 
 from ..diagnose.step import Step
 from ..observe.snapshot import outside_of_regions, same_objects, same_random_state
-from ..observe.watch import Watch
+from ..observe.watch import Dtypes, Sum, Watch, dtype_of
 from ..observe.workload import copies, loss_of, output_of
-from .differences import Difference
-from .rows import Row
+from .differences import Difference, is_cast, planned_dtypes
 
 _FORWARD_ALONE = "only the forward ran: the loss requires no gradient"
+
+
+@dataclass(frozen=True)
+class Row:
+    """Ops of one kind at one place.
+
+    Attributes:
+        where: The key of a node in the plan; for code outside of all graphs the line, or the path of the module.
+        phase: "forward", "backward", or "optimizer and scaling".
+        op: What was dispatched; in a row that is planned, the op of the decision.
+        operands: Dtypes of its floating operands.
+        results: Dtypes of its floating results.
+        count: How often it ran.
+        flops: Floating-point operations, by torch's formulas.
+        bytes: Bytes that it read and wrote.
+        casts: How many of them were casts.
+        cast_bytes: Bytes that these read and wrote.
+        graph: Which graph of the plan it is in, -1 outside of all.
+        product: It is a matrix product, a convolution or an attention.
+        module: The path of the module, where it is known.
+        line: The user's line, for code outside of all graphs.
+    """
+
+    where: str
+    phase: str
+    op: str
+    operands: Dtypes
+    results: Dtypes
+    count: int = 1
+    flops: int = 0
+    bytes: int = 0
+    casts: int = 0
+    cast_bytes: int = 0
+    graph: int = -1
+    product: bool = False
+    module: str = ""
+    line: str = ""
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that it ran in: that of its operands, and of a product that of the first."""
+        return dtype_of(self.operands or self.results, self.product)
+
+
+def rows_of(watch: Watch) -> tuple[Row, ...]:
+    """Return what was seen; ops that one place runs alike are one row."""
+    merged: dict[Row, Sum] = {}
+    for seen, s in watch.sums.items():
+        place = seen.place
+        phase = "loss, scaling and optimizer" if place.kind == "own" else "forward"
+        row = Row(
+            watch.where(place), "backward" if place.backward else phase, seen.op, seen.operands, seen.results,
+            graph=place.graph, product=seen.product, module=place.module,
+            line=place.where if place.kind == "outside" else "",
+        )  # fmt: skip
+        merged.setdefault(row, Sum()).add(s)
+    return tuple(replace(row, **vars(s)) for row, s in merged.items())
+
+
+def planned_rows(watch: Watch) -> tuple[Row, ...]:
+    """Return what was planned for the graphs that ran: a row for each decision, and for each cast."""
+    made: list[Row] = []
+    for ran in watch.graphs:
+        at, calls = ran.number, ran.calls
+        for name, node in ran.emitted.items():
+            key, dtypes = ran.key(name), planned_dtypes(node)
+            decision = ran.decisions.get(key)
+            if is_inserted(node):
+                casts = calls if is_cast(node) else 0
+                made.append(Row(key, "forward", "cast", *dtypes, calls, casts=casts, graph=at))
+            elif decision is not None:
+                module = decision.module_path
+                made.append(Row(key, "forward", decision.op, *dtypes, calls, graph=at, module=module))
+    return tuple(made)
 
 
 @dataclass(frozen=True)

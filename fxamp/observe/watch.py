@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import CodeType, FrameType
 from typing import Any
 
@@ -28,6 +29,7 @@ from torch.utils.flop_counter import flop_registry
 
 import passes
 from passes._torch import OpOverload, own_schema, pytree
+from passes.contract.plan import Decision
 from passes.contract.policy import dtype_name
 from passes.graph.values import LOW_DTYPES, no_autocast
 from passes.ops.rules import LOW, RULES
@@ -44,6 +46,7 @@ from .._torch import (
     without_modes,
 )
 from .interpret import Ops, Run
+from .places import node_keys
 from .tensors import strided
 
 _PACKAGES = tuple(
@@ -124,6 +127,11 @@ class Sum:
     casts: int = 0
     cast_bytes: int = 0
 
+    def add(self, other: Sum) -> None:
+        """Add another sum."""
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
 
 @dataclass(frozen=True)
 class Part:
@@ -148,6 +156,7 @@ class Ran:
     """One graph that ran.
 
     Attributes:
+        number: its number among the graphs that ran.
         known: what is known of the graph that was planned.
         graph: the graph that ran.
         by: the compiler that ran it, "" where it ran node by node.
@@ -157,6 +166,7 @@ class Ran:
         kernels: what Inductor has scheduled, of the forward and of the backward; None where it has not compiled it.
     """
 
+    number: int
     known: Any
     graph: GraphModule
     by: str
@@ -164,6 +174,25 @@ class Ran:
     calls: int = 0
     nodes: dict[str, tuple[Dtypes, Dtypes]] = field(default_factory=dict)
     kernels: tuple[list[Kernel], list[Kernel]] | None = None
+
+    @cached_property
+    def emitted(self) -> dict[str, Node]:
+        """The nodes of the graph as it was emitted, by name."""
+        return {n.name: n for n in self.known.emitted.graph.nodes}
+
+    @cached_property
+    def keys(self) -> dict[str, str]:
+        """The key of each call, by name; that of the first reader for a cast."""
+        return {n.name: key for n, key in node_keys(self.known.emitted.graph).items()}
+
+    @cached_property
+    def decisions(self) -> dict[str, Decision]:
+        """What was decided on the graph itself, by key."""
+        return {d.key: d for d in self.known.plan.decisions if not d.graph}
+
+    def key(self, name: str) -> str:
+        """Return the key of a node."""
+        return self.keys.get(name, name)
 
 
 class Watch(Ops):
@@ -231,13 +260,10 @@ class Watch(Ops):
         makes = any(isinstance(t, Tensor) for t in pytree.tree_leaves(out))
         computes = bool(given) and makes and not op.endswith("_like") and not op.startswith("new_")
         seen = Seen(place, op, _dtypes(given), _dtypes(made), _is_product(func), computes, reads)
-        found = self.sums.setdefault(seen, Sum())
-        casts = casts_in(func, args, out)
-        found.count += 1
-        found.flops += _flops(func, args, kwargs, out)
-        found.bytes += sum(t.nbytes for t in strided((*given, *made)))
-        found.casts += bool(casts)
-        found.cast_bytes += sum(a.nbytes + b.nbytes for a, b in casts)
+        casts, moved = casts_in(func, args, out), sum(t.nbytes for t in strided((*given, *made)))
+        cast_bytes = sum(a.nbytes + b.nbytes for a, b in casts)
+        one = Sum(1, _flops(func, args, kwargs, out), moved, int(bool(casts)), cast_bytes)
+        self.sums.setdefault(seen, Sum()).add(one)
 
     def _here(self) -> Place:
         node = current_autograd_node()
@@ -309,7 +335,7 @@ class Watch(Ops):
         try:
             if not by:
                 return self._steps(graph, ran).start(*args)
-            self._place = Place("region", graph=self.number(ran[0]))
+            self._place = Place("region", graph=ran[0].number)
             if by == "inductor" and compile is not None:
                 run = self._recorded(ran, compile, args)
             return run(*args)
@@ -321,8 +347,7 @@ class Watch(Ops):
         planned: dict[str, tuple[Ran, Place]] = {}
         for one in ran:
             names = one.part.names if one.part.names is not None else {n.name: n.name for n in graph.graph.nodes}
-            at = self.number(one)
-            planned.update((name, (one, Place("node", of_plan, at))) for name, of_plan in names.items())
+            planned.update((name, (one, Place("node", of_plan, one.number))) for name, of_plan in names.items())
 
         def call(run: Run, n: Node) -> Any:
             one, self._place = planned.get(n.name, (None, Place("own")))
@@ -333,14 +358,20 @@ class Watch(Ops):
 
         return Run(graph, call)
 
-    def number(self, ran: Ran) -> int:
-        """Return which of the graphs that ran this is."""
-        return next(i for i, one in enumerate(self.graphs) if one is ran)
+    def where(self, place: Place) -> str:
+        """Return how a place is called."""
+        if place.kind == "node":
+            return self.graphs[place.graph].key(place.where)
+        if place.kind == "region":
+            return f"(graph {place.graph}, compiled by {self.graphs[place.graph].by})"
+        if place.kind == "outside":
+            return place.module or place.where
+        return {"gradients": "(gradients)", "own": "(loss, scaling and optimizer)"}[place.kind]
 
     def _begun(self, part: Part, graph: GraphModule, by: str) -> Ran:
         ran = next((ran for ran in self.graphs if ran.known is part.known), None)
         if ran is None:
-            ran = Ran(part.known, graph, by, part)
+            ran = Ran(len(self.graphs), part.known, graph, by, part)
             self.graphs.append(ran)
         ran.calls += 1
         return ran

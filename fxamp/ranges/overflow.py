@@ -37,7 +37,6 @@ from passes.ops import ops
 
 from .._torch import current_autograd_node, storage_id
 from ..capture.graphs import runner_of
-from ..census.rows import Ledger, ledgers_of, where_of
 from ..convert import converted_in
 from ..diagnose.batches import Batch
 from ..diagnose.step import Step, diagnostic, step_of, visible_graphs
@@ -242,7 +241,6 @@ class _Finite(Watch):
         super().__init__(model, _run.__code__)
         self.forced, self.heals = dict.fromkeys(forced), heals
         self.peaks: dict[_At, float] = {}
-        self._ledgers: tuple[Ledger, ...] = ()
         self._origins: list[_Origin] = []
         self._bad: dict[int, _Origin | None] = {}  # by storage; None: the program wrote an inf
         self._ends: list[Tensor] = []
@@ -275,16 +273,15 @@ class _Finite(Watch):
 
     def where(self, place: Place) -> str:
         """Return how a place is called."""
-        if place.kind == "node":
-            return self.ledger(place.graph).key(place.where)
-        return "(loss)" if place.kind == "own" else place.where or where_of(place, ())
+        named = place.where if place.kind == "outside" else ""
+        return "(loss)" if place.kind == "own" else named or super().where(place)
 
     def decision(self, place: Place) -> Decision | None:
         """Return what was decided on the node of a place."""
         if place.kind != "node":
             return None
-        ledger = self.ledger(place.graph)
-        return ledger.decisions.get(ledger.key(place.where))
+        ran = self.graphs[place.graph]
+        return ran.decisions.get(ran.key(place.where))
 
     def what(self, place: Place) -> str:
         """Return what the cast at a place casts: the name of a parameter, else the op that made it; "" for no cast."""
@@ -341,7 +338,7 @@ class _Finite(Watch):
         return [at for at in named if self.may_be_fp32(at)]
 
     def _node(self, at: _At) -> Node:
-        return self.ledger(at[0]).emitted[at[1]]
+        return self.graphs[at[0]].emitted[at[1]]
 
     def _origin(self, *told: Any) -> _Origin:
         made = _Origin(len(self._origins), *told)
@@ -398,12 +395,6 @@ class _Finite(Watch):
             name = func.overloadpacket.__name__ if isinstance(func, OpOverload) else str(func)
             self._bad[storage_id(t)] = self._origin(place, name, kind, dtype_name(t.dtype), operands, "", _masks(found))
 
-    def ledger(self, at: int) -> Ledger:
-        """Return a graph that ran, beside its decisions."""
-        if len(self._ledgers) <= at:
-            self._ledgers = ledgers_of(self)
-        return self._ledgers[at]
-
     def run(
         self, parts: Sequence[Part], graph: GraphModule, by: str, run: Any, args: tuple[Any, ...], compile: Any = None
     ) -> Any:
@@ -429,7 +420,7 @@ class _Finite(Watch):
         first, plan = len(self.graphs), converted.plan
         for i, graph in enumerate(_all_graphs(converted.emitted)):
             known = replace(converted, emitted=graph, plan=plan.from_graph(i))
-            self.graphs.append(Ran(known, graph, "", Part(known)))
+            self.graphs.append(Ran(first + i, known, graph, "", Part(known)))
         return first
 
     def _nodes(self, number: int) -> Run:
@@ -554,7 +545,7 @@ def _why_not(found: Overflow, step: Step, batch: Batch, whole: _Finite) -> str:
 
 
 def _with_policy(found: Overflow, watch: _Finite) -> Overflow:
-    fp32 = tuple(dict.fromkeys(watch.ledger(at).key(name) for at, name in watch.forced))
+    fp32 = tuple(dict.fromkeys(watch.graphs[at].key(name) for at, name in watch.forced))
     ops = tuple({**dict(watch.policy.ops), **dict.fromkeys(fp32, "fp32")}.items())
     return replace(found, fp32=fp32, policy=replace(watch.policy, ops=ops))
 
