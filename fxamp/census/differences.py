@@ -27,25 +27,15 @@ _ATTENTION = "scaled_dot_product_attention"
 
 @dataclass(frozen=True)
 class Difference:
-    """Something that did not run as planned; without a plan, a product that did not run as the others.
+    """Something that did not run as planned; without a plan, a product that did not run as the others."""
 
-    Attributes:
-        kind: "dtype", "missing", "unplanned", "outside", "uncaptured" or "scaling".
-        where: The key of a node, a line, or the path of a module.
-        planned: What was planned, "" for nothing.
-        ran: What ran, "" for nothing.
-        why: The cause, if it is known.
-        graph: Which of the graphs that ran, -1 outside of all.
-        flops: Floating-point operations that ran so.
-    """
-
-    kind: str
-    where: str
-    planned: str
-    ran: str
-    why: str = ""
-    graph: int = -1
-    flops: int = 0
+    kind: str  # "dtype", "missing", "unplanned", "outside", "uncaptured" or "scaling"
+    where: str  # the key of a node, a line, or the path of a module
+    planned: str  # what was planned, "" for nothing
+    ran: str  # what ran, "" for nothing
+    why: str = ""  # the cause, if it is known
+    graph: int = -1  # which of the graphs that ran, -1 outside of all
+    flops: int = 0  # floating-point operations that ran so
 
     def __str__(self) -> str:
         planned = f"planned {self.planned}, " if self.planned else ""
@@ -245,25 +235,15 @@ def odd_products(watch: Watch) -> list[Difference]:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What Inductor's record says of one graph.
+    """What Inductor's record says of one graph."""
 
-    Attributes:
-        graph: Which of the graphs that ran.
-        nodes: Nodes of the emitted graph, casts among them, with one floating result.
-        stored: How many of them are stored, each compared with its dtype in the plan.
-        products: How many of these are kernels of a library, whose operands are compared too.
-        fused: How many were fused away.
-        loads: How often buffers of a dtype are loaded, in forward and backward.
-        stores: How often buffers of a dtype are stored, in forward and backward.
-    """
-
-    graph: int
-    nodes: int
-    stored: int
-    products: int
-    fused: int
-    loads: dict[str, int]
-    stores: dict[str, int]
+    graph: int  # which of the graphs that ran
+    nodes: int  # nodes of the emitted graph, casts among them, with one floating result
+    stored: int  # how many of them are stored, each compared with its dtype in the plan
+    products: int  # how many of these are kernels of a library, whose operands are compared too
+    fused: int  # how many were fused away
+    loads: dict[str, int]  # how often buffers of a dtype are loaded, in forward and backward
+    stores: dict[str, int]  # how often buffers of a dtype are stored, in forward and backward
 
     def __str__(self) -> str:
         loads, stores = (", ".join(f"{n} {dtype}" for dtype, n in d.items()) for d in (self.loads, self.stores))

@@ -28,39 +28,22 @@ _FORWARD_ALONE = "only the forward ran: the loss requires no gradient"
 
 @dataclass(frozen=True)
 class Row:
-    """Ops of one kind at one place.
+    """Ops of one kind at one place."""
 
-    Attributes:
-        where: The key of a node in the plan; for code outside of all graphs the line, or the path of the module.
-        phase: "forward", "backward", or "optimizer and scaling".
-        op: What was dispatched; in a row that is planned, the op of the decision.
-        operands: Dtypes of its floating operands.
-        results: Dtypes of its floating results.
-        count: How often it ran.
-        flops: Floating-point operations, by torch's formulas.
-        bytes: Bytes that it read and wrote.
-        casts: How many of them were casts.
-        cast_bytes: Bytes that these read and wrote.
-        graph: Which graph of the plan it is in, -1 outside of all.
-        product: It is a matrix product, a convolution or an attention.
-        module: The path of the module, where it is known.
-        line: The user's line, for code outside of all graphs.
-    """
-
-    where: str
-    phase: str
-    op: str
-    operands: Dtypes
-    results: Dtypes
-    count: int = 1
-    flops: int = 0
-    bytes: int = 0
-    casts: int = 0
-    cast_bytes: int = 0
-    graph: int = -1
-    product: bool = False
-    module: str = ""
-    line: str = ""
+    where: str  # the key of a node in the plan; for code outside of all graphs the line, or the path of the module
+    phase: str  # "forward", "backward", or "optimizer and scaling"
+    op: str  # what was dispatched; in a row that is planned, the op of the decision
+    operands: Dtypes  # dtypes of its floating operands
+    results: Dtypes  # dtypes of its floating results
+    count: int = 1  # how often it ran
+    flops: int = 0  # floating-point operations, by torch's formulas
+    bytes: int = 0  # bytes that it read and wrote
+    casts: int = 0  # how many of them were casts
+    cast_bytes: int = 0  # bytes that these read and wrote
+    graph: int = -1  # which graph of the plan it is in, -1 outside of all
+    product: bool = False  # it is a matrix product, a convolution or an attention
+    module: str = ""  # the path of the module, where it is known
+    line: str = ""  # the user's line, for code outside of all graphs
 
     @property
     def dtype(self) -> str:
@@ -102,21 +85,13 @@ def planned_rows(watch: Watch) -> tuple[Row, ...]:
 
 @dataclass(frozen=True)
 class Observation:
-    """One step that was watched.
+    """One step that was watched."""
 
-    Attributes:
-        watch: what was seen.
-        notes: what is to be said of the step.
-        scaler: the loss scaler of a TrainStep; None for a model.
-        skipped: the optimizer did not step, since gradients were not finite.
-        ended: the window of the TrainStep came to its end.
-    """
-
-    watch: Watch
-    notes: tuple[str, ...]
-    scaler: Any = None
-    skipped: bool = False
-    ended: bool = True
+    watch: Watch  # what was seen
+    notes: tuple[str, ...]  # what is to be said of the step
+    scaler: Any = None  # the loss scaler of a TrainStep; None for a model
+    skipped: bool = False  # the optimizer did not step, since gradients were not finite
+    ended: bool = True  # the window of the TrainStep came to its end
 
     def scaling(self, rows: Iterable[Row]) -> Scaling:
         """Return the facts of loss scaling."""
@@ -176,21 +151,13 @@ def _of_train_step(train_step: Any, step: Step) -> Observation:
 
 @dataclass(frozen=True)
 class Scaling:
-    """The facts of loss scaling in one step.
+    """The facts of loss scaling in one step."""
 
-    Attributes:
-        low_gradients: Gradients were computed in FP16, so small ones become zero without a loss scale.
-        scaler: "enabled", "disabled", or "" where none was seen.
-        scaled: A gradient scaler has scaled the loss.
-        unscaled: How often gradients were unscaled.
-        skipped: The optimizer did not step, since gradients were not finite.
-    """
-
-    low_gradients: bool
-    scaler: str
-    scaled: bool
-    unscaled: int
-    skipped: bool
+    low_gradients: bool  # gradients were computed in FP16, so small ones become zero without a loss scale
+    scaler: str  # "enabled", "disabled", or "" where none was seen
+    scaled: bool  # a gradient scaler has scaled the loss
+    unscaled: int  # how often gradients were unscaled
+    skipped: bool  # the optimizer did not step, since gradients were not finite
 
     def __str__(self) -> str:
         if not self.low_gradients:

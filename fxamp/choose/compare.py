@@ -47,33 +47,21 @@ _ALIKE = 1.02  # errors that differ by less than this factor are equal
 
 @dataclass(frozen=True)
 class Option:
-    """One way to train.
+    """One way to train."""
 
-    Attributes:
-        name: "FP32", "autocast", "O1", "O2", "O3", or "tuned", which is `fxamp.tune` at autocast's error.
-        seconds: The median time of a step: forward, loss and backward.
-        spread: Half of the width of its 95 % interval, from ratios to the time of FP32 in the same round; 0 for FP32.
-        casts: How many casts a step makes.
-        cast_bytes: The bytes that these read and write.
-        saved_bytes: The bytes saved for backward, parameters apart.
-        loss: The measured RMS error of the loss.
-        gradient: The measured relative error of the gradient, RMS over parameters.
-        predicted_loss: The predicted RMS error of the loss; None where nothing is predicted.
-        predicted_gradient: The predicted relative error of the gradient, RMS over parameters; None likewise.
-        skipped: In FP16: how many steps are skipped until the loss scale, 65536 at first, fits.
-    """
-
-    name: str
-    seconds: float
+    name: str  # "FP32", "autocast", "O1", "O2", "O3", or "tuned", which is `fxamp.tune` at autocast's error
+    seconds: float  # the median time of a step: forward, loss and backward
+    # half of the width of its 95 % interval, from ratios to the time of FP32 in the same round; 0 for FP32
     spread: float
-    casts: int
-    cast_bytes: int
-    saved_bytes: int
-    loss: float
-    gradient: float
-    predicted_loss: float | None = None
+    casts: int  # how many casts a step makes
+    cast_bytes: int  # the bytes that these read and write
+    saved_bytes: int  # the bytes saved for backward, parameters apart
+    loss: float  # the measured RMS error of the loss
+    gradient: float  # the measured relative error of the gradient, RMS over parameters
+    predicted_loss: float | None = None  # the predicted RMS error of the loss; None where nothing is predicted
+    # the predicted relative error of the gradient, RMS over parameters; None likewise
     predicted_gradient: float | None = None
-    skipped: int = 0
+    skipped: int = 0  # in FP16: how many steps are skipped until the loss scale, 65536 at first, fits
 
 
 @public

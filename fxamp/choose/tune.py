@@ -107,19 +107,12 @@ def tune(
 
 @dataclass(frozen=True)
 class _Cut:
-    """A colouring that was found.
+    """A colouring that was found."""
 
-    Attributes:
-        name: as a policy.
-        base: what it colours otherwise.
-        weight: lambda.
-        square: its predicted square error, in units of O1's.
-    """
-
-    name: str
-    base: Policy
-    weight: float
-    square: float
+    name: str  # as a policy
+    base: Policy  # what it colours otherwise
+    weight: float  # lambda
+    square: float  # its predicted square error, in units of O1's
 
 
 class Search:

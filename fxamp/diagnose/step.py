@@ -76,17 +76,11 @@ def diagnostic(function: F) -> F:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one step gave.
+    """What one step gave."""
 
-    Attributes:
-        loss: undivided and unscaled.
-        gradients: unscaled, by the name of the parameter; in FP32, or in float64.
-        output: of the model; None where its graphs were looked at.
-    """
-
-    loss: float
-    gradients: Mapping[str, Tensor]
-    output: Any
+    loss: float  # undivided and unscaled
+    gradients: Mapping[str, Tensor]  # unscaled, by the name of the parameter; in FP32, or in float64
+    output: Any  # of the model; None where its graphs were looked at
 
 
 class _Colouring:

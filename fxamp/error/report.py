@@ -23,26 +23,18 @@ PREDICTED = "Predicted to first order, for these batches and these weights: an R
 
 @dataclass(frozen=True)
 class NodeError:
-    """How much the roundings at one node move the loss.
+    """How much the roundings at one node move the loss."""
 
-    Attributes:
-        key: The key of its decision; for a cast, that of the node that reads it.
-        what: What is rounded: the op, or "cast of NAME".
-        module: The path of its module.
-        line: The line of your code.
-        share: Its share of the variance of the loss.
-        bias: The mean of its signed error over the batches, in standard errors; above 5 it is no noise. 0 for fewer
-            than eight batches, which cannot tell.
-        gradient: Its share of the variance of the gradients, along a direction in which each parameter counts alike;
-            None where that was not asked for.
-    """
-
-    key: str
-    what: str
-    module: str
-    line: str
-    share: float
+    key: str  # the key of its decision; for a cast, that of the node that reads it
+    what: str  # what is rounded: the op, or "cast of NAME"
+    module: str  # the path of its module
+    line: str  # the line of your code
+    share: float  # its share of the variance of the loss
+    # the mean of its signed error over the batches, in standard errors; above 5 it is no noise. 0 for fewer than
+    # eight batches, which cannot tell.
     bias: float = 0.0
+    # its share of the variance of the gradients, along a direction in which each parameter counts alike; None where
+    # that was not asked for
     gradient: float | None = None
 
 

@@ -38,21 +38,13 @@ _NOTHING = (0.0,) * 5  # V, S, L, lost updates and all updates of a place that n
 
 @dataclass(frozen=True)
 class Moved:
-    """How the roundings at one place move the loss.
+    """How the roundings at one place move the loss."""
 
-    Attributes:
-        site: where it is rounded.
-        variance: V, by batch.
-        signed: S, by batch.
-        lost: L, by batch: what updates that are lost move the loss by.
-        swamped: the share of updates that are lost.
-    """
-
-    site: Site
-    variance: tuple[float, ...]
-    signed: tuple[float, ...]
-    lost: tuple[float, ...]
-    swamped: float
+    site: Site  # where it is rounded
+    variance: tuple[float, ...]  # V, by batch
+    signed: tuple[float, ...]  # S, by batch
+    lost: tuple[float, ...]  # L, by batch: what updates that are lost move the loss by
+    swamped: float  # the share of updates that are lost
 
     @property
     def square(self) -> float:
@@ -71,20 +63,13 @@ class Moved:
 
 @dataclass
 class _Places:
-    """Where the graphs of a policy round, and where they could.
+    """Where the graphs of a policy round, and where they could."""
 
-    Attributes:
-        low: what the policy rounds to.
-        rounded: the places that it rounds, each with its first site.
-        updates: those of them that are the sum of two low values.
-        values: the values that its graphs make, and those inside kernels.
-        reads: the reads of values, as pairs of the keys of the reader and of the value.
-    """
-
-    low: torch.dtype
-    rounded: dict[Place, Site] = field(default_factory=dict)
-    updates: set[Place] = field(default_factory=set)
-    values: set[Place] = field(default_factory=set)
+    low: torch.dtype  # what the policy rounds to
+    rounded: dict[Place, Site] = field(default_factory=dict)  # the places that it rounds, each with its first site
+    updates: set[Place] = field(default_factory=set)  # those of them that are the sum of two low values
+    values: set[Place] = field(default_factory=set)  # the values that its graphs make, and those inside kernels
+    # the reads of values, as pairs of the keys of the reader and of the value
     reads: set[tuple[str, str]] = field(default_factory=set)
 
     def at(self, site: Site, value: Tensor) -> Tensor:

@@ -46,26 +46,19 @@ Place = tuple[Any, ...]  # where a value is rounded: equal in the graphs of all 
 
 @dataclass(frozen=True)
 class Site:
-    """A value of an emitted graph, or one inside a kernel.
+    """A value of an emitted graph, or one inside a kernel."""
 
-    Attributes:
-        key: of the node in the plan; of the first reader for a cast.
-        node: in the emitted graph.
-        part: what it is: "" for the result of a node, "cast" for an operand that is cast down, "sum", "log" or
-            "probabilities" inside a kernel, "scores" for what rounds in backward alone, "clamp" for what brings a
-            value into the range of its cast.
-        rounds: the real run rounds it.
-        writes: it is written in place later on, or was.
-        names: the names in the model of the inputs of its graph.
-        reads: for a cast: the keys of each reader and of what it reads by the cast; an input's key is its name.
-    """
-
-    key: str
-    node: Node = field(compare=False)
+    key: str  # of the node in the plan; of the first reader for a cast
+    node: Node = field(compare=False)  # in the emitted graph
+    # what it is: "" for the result of a node, "cast" for an operand that is cast down, "sum", "log" or
+    # "probabilities" inside a kernel, "scores" for what rounds in backward alone, "clamp" for what brings a value
+    # into the range of its cast
     part: str = ""
-    rounds: bool = True
-    writes: bool = False
+    rounds: bool = True  # the real run rounds it
+    writes: bool = False  # it is written in place later on, or was
+    # the names in the model of the inputs of its graph
     names: Mapping[str, str] = field(default_factory=dict, compare=False)
+    # for a cast: the keys of each reader and of what it reads by the cast; an input's key is its name
     reads: tuple[tuple[str, str], ...] = field(default=(), compare=False)
 
     @cached_property
@@ -96,25 +89,22 @@ class Site:
 
 @dataclass(frozen=True)
 class Observer:
-    """Somebody who looks at values, and may change them; each of these is optional.
+    """Somebody who looks at values, and may change them; each of these is optional."""
 
-    Attributes:
-        value: is called with every site that makes a floating value, and that value; returns the value to go on with.
-        read: is called with every read of a floating value: the keys of the reader and of what it reads, and the value;
-            returns the value that is read.
-        edge: is called with each read of a low value that has several readers, where there is no `read`; returns the
-            value that is read.
-        kernels: sums that real kernels make in 16 bits, value after value, are theirs, those of gradients too.
-        total: is called with what such a kernel makes of a sum in forward, before the value itself is seen.
-        choice: is called with the key of an op that selects the largest, its operand, how many it selects, and of
-            which dimension (None for all of them).
-    """
-
+    # is called with every site that makes a floating value, and that value; returns the value to go on with
     value: Callable[[Site, Tensor], Tensor] = lambda _, value: value
+    # is called with every read of a floating value: the keys of the reader and of what it reads, and the value;
+    # returns the value that is read
     read: Callable[[str, str, Tensor], Tensor] | None = None
+    # is called with each read of a low value that has several readers, where there is no `read`; returns the value
+    # that is read
     edge: Callable[[Tensor], Tensor] | None = None
+    # sums that real kernels make in 16 bits, value after value, are theirs, those of gradients too
     kernels: bool = False
+    # is called with what such a kernel makes of a sum in forward, before the value itself is seen
     total: Callable[[Site, Tensor], None] | None = None
+    # is called with the key of an op that selects the largest, its operand, how many it selects, and of which
+    # dimension (None for all of them)
     choice: Callable[[str, Tensor, int, int | None], None] | None = None
 
 

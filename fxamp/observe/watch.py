@@ -68,48 +68,29 @@ _INSTEAD: ContextVar[Callable[[Any, GraphModule, tuple[Any, ...]], Any] | None] 
 
 @dataclass(frozen=True)
 class Place:
-    """Where an op belongs.
+    """Where an op belongs."""
 
-    Attributes:
-        kind: "node", "region", "outside", "own" or "gradients".
-        where: the name of the node, or the user's line as "net.py:12".
-        graph: which of the graphs that ran it is in.
-        module: for code outside of graphs: the path of the module.
-        inside: it is code outside of graphs, in a call of a view.
-        backward: it is in backward.
-        by: for code outside of graphs: what called it, if that is known: "a method of a view", "a hook of backward".
-    """
-
-    kind: str
-    where: str = ""
-    graph: int = -1
-    module: str = ""
-    inside: bool = False
-    backward: bool = False
+    kind: str  # "node", "region", "outside", "own" or "gradients"
+    where: str = ""  # the name of the node, or the user's line as "net.py:12"
+    graph: int = -1  # which of the graphs that ran it is in
+    module: str = ""  # for code outside of graphs: the path of the module
+    inside: bool = False  # it is code outside of graphs, in a call of a view
+    backward: bool = False  # it is in backward
+    # for code outside of graphs: what called it, if that is known: "a method of a view", "a hook of backward"
     by: str = ""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """One kind of op at one place.
+    """One kind of op at one place."""
 
-    Attributes:
-        place: where.
-        op: its name, such as "addmm".
-        operands: dtypes of its floating operands.
-        results: dtypes of its floating results.
-        product: it is a matrix product, a convolution or an attention.
-        computes: it reads floating values, and makes new ones from them.
-        reads_parameter: it reads a parameter or a buffer of the model.
-    """
-
-    place: Place
-    op: str
-    operands: Dtypes
-    results: Dtypes
-    product: bool
-    computes: bool
-    reads_parameter: bool
+    place: Place  # where
+    op: str  # its name, such as "addmm"
+    operands: Dtypes  # dtypes of its floating operands
+    results: Dtypes  # dtypes of its floating results
+    product: bool  # it is a matrix product, a convolution or an attention
+    computes: bool  # it reads floating values, and makes new ones from them
+    reads_parameter: bool  # it reads a parameter or a buffer of the model
 
     @property
     def dtype(self) -> str:
@@ -135,44 +116,28 @@ class Sum:
 
 @dataclass(frozen=True)
 class Part:
-    """What has a plan in a graph that runs: all of it, or a view that was traced into it.
+    """What has a plan in a graph that runs: all of it, or a view that was traced into it."""
 
-    Attributes:
-        known: what is known of the graph that was planned.
-        runner: of the view that was traced; None for a graph that is run by itself.
-        names: the nodes of the plan's graph, by the names that they have in the graph that runs; None where they are
-            the same.
-        lifted: the nodes of the plan's graph that became inputs.
-    """
-
-    known: Any
-    runner: Any = None
+    known: Any  # what is known of the graph that was planned
+    runner: Any = None  # of the view that was traced; None for a graph that is run by itself
+    # the nodes of the plan's graph, by the names that they have in the graph that runs; None where they are the same
     names: Mapping[str, str] | None = None
-    lifted: frozenset[str] = frozenset()
+    lifted: frozenset[str] = frozenset()  # the nodes of the plan's graph that became inputs
 
 
 @dataclass
 class Ran:
-    """One graph that ran.
+    """One graph that ran."""
 
-    Attributes:
-        number: its number among the graphs that ran.
-        known: what is known of the graph that was planned.
-        graph: the graph that ran.
-        by: the compiler that ran it, "" where it ran node by node.
-        part: which of the nodes that ran are its own.
-        calls: how often it ran.
-        nodes: the dtypes of operands and of results of each node, by its name.
-        kernels: what Inductor has scheduled, of the forward and of the backward; None where it has not compiled it.
-    """
-
-    number: int
-    known: Any
-    graph: GraphModule
-    by: str
-    part: Part = field(repr=False)
-    calls: int = 0
+    number: int  # its number among the graphs that ran
+    known: Any  # what is known of the graph that was planned
+    graph: GraphModule  # the graph that ran
+    by: str  # the compiler that ran it, "" where it ran node by node
+    part: Part = field(repr=False)  # which of the nodes that ran are its own
+    calls: int = 0  # how often it ran
+    # the dtypes of operands and of results of each node, by its name
     nodes: dict[str, tuple[Dtypes, Dtypes]] = field(default_factory=dict)
+    # what Inductor has scheduled, of the forward and of the backward; None where it has not compiled it
     kernels: tuple[list[Kernel], list[Kernel]] | None = None
 
     @cached_property

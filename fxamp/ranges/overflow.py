@@ -55,19 +55,12 @@ _FIXED = ("cast", "as_autocast")  # kinds of decisions that no override changes
 
 @dataclass(frozen=True)
 class Operand:
-    """What an op was given.
+    """What an op was given."""
 
-    Attributes:
-        dtype: Its dtype.
-        shape: Its shape.
-        least: Its least value.
-        largest: Its largest value.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    least: float
-    largest: float
+    dtype: str  # its dtype
+    shape: tuple[int, ...]  # its shape
+    least: float  # its least value
+    largest: float  # its largest value
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)} in [{self.least:.3g}, {self.largest:.3g}]"
