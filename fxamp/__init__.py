@@ -46,10 +46,10 @@ if TYPE_CHECKING:
     from .census.census import Census as Census
     from .census.census import census as census
     from .choose.compare import Comparison as Comparison
+    from .choose.compare import advise as advise
+    from .choose.compare import bisect as bisect
     from .choose.compare import compare as compare
-    from .choose.renamed import advise as advise
-    from .choose.renamed import bisect as bisect
-    from .choose.renamed import verify as verify
+    from .choose.compare import verify as verify
     from .choose.tune import tune as tune
     from .convert import compile as compile
     from .convert import convert as convert
@@ -96,8 +96,7 @@ _FOUND_IN = {
     "fxamp.train.sharded_checkpoint": ("load_checkpoint", "save_checkpoint"),
     "fxamp.train.step": ("TrainStep",),
     "fxamp.census.census": ("Census", "census"),
-    "fxamp.choose.compare": ("Comparison", "compare"),
-    "fxamp.choose.renamed": ("advise", "bisect", "verify"),
+    "fxamp.choose.compare": ("Comparison", "advise", "bisect", "compare", "verify"),
     "fxamp.choose.tune": ("tune",),
     "fxamp.error.estimate": ("estimate_error",),
     "fxamp.error.measure": ("measure_error",),

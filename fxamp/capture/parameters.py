@@ -22,7 +22,7 @@ from passes.contract.policy import Policy
 from passes.graph.values import LOW_DTYPES
 
 from .._torch import is_spread
-from ..observe.eight_bits import eight_bit_modules, listed
+from ..observe.reference import eight_bit_modules, listed
 from .scope import Scope
 
 # The way out for a model with trainable parameters in 16 bits. Since version 5 of transformers the dtype of the

@@ -9,6 +9,7 @@ advice      the fastest of those whose error is near autocast's; FP32 where none
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import statistics
@@ -16,7 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -30,13 +31,14 @@ from ..convert import convert, plan_of
 from ..diagnose.batches import Batch
 from ..diagnose.step import AUTOCAST, FP32, POLICIES, Step, diagnostic, names_of, step_of
 from ..error.estimate import estimated
-from ..error.measure import measured
+from ..error.measure import measure_error, measured
 from ..error.report import Errors
 from ..measure.counts import laps, saved_bytes
 from ..observe.workload import Loss
 from ..results import Result, named, table
-from .tune import Search
+from .tune import Search, tune
 
+F = TypeVar("F", bound=Callable[..., Any])
 TUNED = "tuned"
 _SECONDS = 8.0  # for all timed steps together
 _ROUNDS = (7, 60)  # at least and at most
@@ -299,3 +301,22 @@ def _ratio(one: Option, other: Option) -> str:
 
 def _shown(value: float | None) -> str:
     return "" if value is None else f"{value:.2g}"
+
+
+def _before(name: str, function: F, now: str, *needs: str) -> F:
+    """Return a function under the name that it had before, which is accepted for a release; it `needs` arguments."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        warnings.warn(f"fxamp.{name} is now fxamp.{now}; the old name goes after 0.2.", DeprecationWarning, 2)
+        if missing := [key for key in needs if key not in kwargs]:
+            raise TypeError(f"{name}() needs {' and '.join(f'{key}=' for key in missing)}")
+        return function(*args, **kwargs)
+
+    call.__name__ = call.__qualname__ = name
+    return call  # type: ignore[return-value]
+
+
+verify = _before("verify", measure_error, "measure_error")
+advise = _before("advise", compare, "compare")
+bisect = _before("bisect", tune, "tune(metric=, bound=)", "metric", "bound")

@@ -285,9 +285,6 @@ class Charges:
         step: the model and its batches.
         name: the policy whose graphs are looked at, which rounds every value that any colouring may round.
         unit: the policy whose error is the unit.
-
-    Attributes:
-        charges: what rounding costs at a place, by its key.
     """
 
     def __init__(self, step: Step, name: str, unit: str) -> None:
@@ -296,7 +293,7 @@ class Charges:
         self._whole = tuple(sum(by) or 1.0 for by in self._parts(of_unit))
         self._bytes = step.casts(unit)[1]
         sharing = Counter(self._found.handed[at] for keys in self.rounded(name) for at in set(keys) & self._backward)
-        self.charges = {at: self._charge(at, sharing) for at in self._found.losses}
+        self.charges = {at: self._charge(at, sharing) for at in self._found.losses}  # of rounding, by a place's key
 
     @property
     def _backward(self) -> Set[Any]:

@@ -38,16 +38,15 @@ from ..capture.user_graph import flat_inputs
 from ..convert import convert, converted_in
 from ..errors import NotAModuleError, in_short
 from ..measure.counts import op_counts
-from ..observe.eight_bits import as_made_of
 from ..observe.emulation import Companions, Emulation, GraphSites, Observer, Site, is_fp32
 from ..observe.interpret import Run
+from ..observe.reference import as_made_of, generators, in_float64
 from ..observe.snapshot import outside_of_regions
 from ..observe.tensors import dense
 from ..observe.watch import observed, run_instead
 from ..observe.workload import Both, Loss, as_before, copies, loss_of, output_of
 from ..view.graphs import plan_of
 from .batches import Batch, Batches
-from .wide import generators, in_float64
 
 AUTOCAST, FP32, FLOAT64 = "autocast", "FP32", "float64"
 POLICIES = (AUTOCAST, "O1", "O2", "O3")
@@ -119,15 +118,12 @@ class Step:
         batches: pairs of inputs and target, at least one.
         loss: a function of the output, or of output and target; None for the output's own loss.
         train_step: the TrainStep that was given, None for a model.
-
-    Attributes:
-        uncaptured: the parameters with a gradient that no graph has read which was looked at.
-        reference: what errors are measured against, in words.
     """
 
     def __init__(self, model: nn.Module, batches: Sequence[Batch], loss: Loss = None, train_step: Any = None) -> None:
         self.model, self.batches, self.loss, self.train_step = model, batches, loss, train_step
-        self.uncaptured, self.reference = set[str](), FLOAT64
+        self.uncaptured = set[str]()  # the parameters with a gradient that no graph has read which was looked at
+        self.reference = FLOAT64  # what errors are measured against, in words
         self._views: dict[str, Any] = {}
         self._policies: dict[str, Policy] = {}
         self._sites: dict[int, tuple[GraphModule, GraphSites]] = {}

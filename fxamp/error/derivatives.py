@@ -42,18 +42,15 @@ class Derivatives:
         norms: squared norms of the gradients, by the name of the parameter, summed over all batches: errors are
             relative to their means. None takes those of the batches that are looked at.
         most: how many batches are looked at.
-
-    Attributes:
-        losses: the variance of the loss, summed over batches. Keys are those of nodes, for their results; pairs of the
-            keys of a reader and of a value, for the cast of the value for this reader; and places inside of kernels.
-        forward: the variance of v.dg by rounding in forward.
-        backward: the variance of v.dg by rounding in backward.
     """
 
     def __init__(self, step: Step, name: str, norms: Mapping[str, float] | None = None, most: int = 2) -> None:
         self._step, self._name = step, name
         self._low = step.policy(name).dtype or torch.bfloat16
         self._generator = torch.Generator(step.device).manual_seed(0)
+        # The variance of the loss, and of v.dg by rounding in forward and in backward, summed over batches. Keys are
+        # those of nodes, for their results; pairs of the keys of a reader and of a value, for the cast of the value for
+        # this reader; and places inside of kernels.
         self.losses, self.forward, self.backward = dict[Any, float](), dict[Any, float](), dict[Any, float]()
         self.handed: dict[Any, Any] = {}  # by key, the first one with the same gradient
         looked_at, count = step.batches[:most], len(step.batches)

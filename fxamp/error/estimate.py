@@ -14,8 +14,8 @@ from passes.contract.errors import PolicyError
 
 from ..diagnose.batches import Batch
 from ..diagnose.step import POLICIES, Outcome, Step, diagnostic, step_of
-from ..observe.eight_bits import eight_bit_modules, listed
 from ..observe.emulation import Observer, Site
+from ..observe.reference import eight_bit_modules, listed
 from ..observe.workload import Loss
 from ..results import some
 from .derivatives import Derivatives, keys_of
@@ -97,12 +97,7 @@ def _unseen(step: Step) -> tuple[str, ...]:
 
 
 class _Estimate:
-    """The errors of policies over all batches: of each, one step that rounds nothing, and one that does a policy.
-
-    Attributes:
-        losses: by batch.
-        norms: squared norms of the gradients, by name.
-    """
+    """The errors of policies over all batches: of each, one step that rounds nothing, and one that does a policy."""
 
     def __init__(self, step: Step, names: Sequence[str], gradients: bool | str) -> None:
         self._step, self._generator = step, torch.Generator(step.device)
@@ -110,7 +105,7 @@ class _Estimate:
         self._tallies = {name: Tally() for name in names}
         self._flips = {name: dict[str, float]() for name in names}
         self._increases = {name: list[float]() for name in names}  # by batch
-        self.losses, self.norms = list[float](), dict[str, float]()
+        self.losses, self.norms = list[float](), dict[str, float]()  # by batch; squared, of gradients, by name
         for number, batch in enumerate(step.batches):
             for at, (base, served) in enumerate(self._plain.runs.items()):
                 choices: list[tuple[str, Tensor]] = []

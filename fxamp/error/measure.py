@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..diagnose.step import AUTOCAST, FP32, Outcome, Step, diagnostic, step_of
-from ..observe.eight_bits import eight_bit_modules, listed
 from ..observe.emulation import Observer, Site
+from ..observe.reference import eight_bit_modules, listed
 from ..observe.workload import Loss, floats
 from .report import ErrorReport, Tally, degenerate, living, squared
 

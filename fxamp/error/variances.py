@@ -95,16 +95,14 @@ class _Places:
 class Unrounded:
     """Steps that round nothing, and how the roundings of several policies move their loss.
 
-    Attributes:
-        runs: for each step that a batch needs, the policy whose graphs it runs, and all policies that it serves. It is
-            one step, unless a policy rounds what no other policy's graph has.
+    A batch takes one step, unless a policy rounds what no other policy's graph has.
     """
 
     def __init__(self, step: Step, names: Sequence[str]) -> None:
         self._step = step
         self._places = {name: self._places_of(name) for name in names}
         self._sums: dict[str, list[Sums]] = {}
-        self.runs: dict[str, list[str]] = {}
+        self.runs: dict[str, list[str]] = {}  # by the policy whose graphs a step runs, all policies that it serves
         left = list(names)
         while left:
             served = {name: [n for n in left if self._serves(name, n)] for name in left}

@@ -9,13 +9,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch import nn
 
 from passes.contract.devices import DEVICES
 
-from .tensors import held, kept, reached, tables
+from .tensors import held, kept, reached
 
 
 def random_state() -> dict[str, Any]:
@@ -103,27 +101,8 @@ def same_attributes(model: nn.Module) -> Iterator[None]:
     A model may add hooks at its first call, and note in an attribute that it has: without the hooks' tables it would
     add them twice.
     """
-    before = [(container, container.copy()) for container in reached(model)[0]]
-    try:
+    with _same_containers(reached(model)[0]):
         yield
-    finally:
-        for container, items in before:
-            if len(container) != len(items) or any(
-                a is not b for a, b in zip(_flat(container), _flat(items), strict=True)
-            ):
-                _put_back(container, items)
-
-
-def _flat(container: Any) -> Iterable[Any]:
-    return (*container, *container.values()) if isinstance(container, dict) else container
-
-
-def _put_back(container: Any, items: Any) -> None:
-    if isinstance(container, list):
-        container[:] = items
-    else:
-        container.clear()
-        (container.extend if hasattr(container, "rotate") else container.update)(items)
 
 
 @contextlib.contextmanager
@@ -131,71 +110,35 @@ def same_objects(roots: Iterable[Any]) -> Iterator[None]:
     """Give back what some objects hold: attributes, lists, dicts and sets by reference, tensors bit for bit.
 
     It is kept before anything runs, and put back by assignment and by copy, so that nothing can refuse it: a
-    `load_state_dict` may, as that of a scaler which was chosen inside. Modules are followed into their parameters,
-    gradients and buffers; other objects only if they are among the roots, an optimizer, a scheduler or a scaler.
+    `load_state_dict` may, as that of a scaler which was chosen inside.
     """
-    state = _State()
-    for root in roots:
-        state.add(root, root=True)
-    with kept(state.tensors):
+    roots = tuple(roots)
+    containers, tensors = reached(*roots)
+    tensors |= {id(p): p for root in roots if isinstance(root, nn.Module) for p in root.parameters()}
+    leaves = [(t, t.grad, t.requires_grad) for t in tensors.values() if t.is_leaf]
+    tensors |= {id(gradient): gradient for _, gradient, _ in leaves if gradient is not None}
+    with kept(tensors.values()), _same_containers(containers):
         try:
             yield
         finally:
-            state.restore()
+            for tensor, gradient, requires_grad in leaves:
+                tensor.grad = gradient
+                if tensor.requires_grad != requires_grad:
+                    tensor.requires_grad_(requires_grad)
 
 
-class _State:
-    """The containers and tensors that are reached from some objects, and what they held."""
-
-    def __init__(self) -> None:
-        self.tensors: list[Tensor] = []
-        self._seen: dict[int, Any] = {}
-        self._containers: list[tuple[Any, Any]] = []
-        self._gradients: list[tuple[Tensor, Tensor | None, bool]] = []
-
-    def add(self, value: Any, *, root: bool = False) -> None:
-        """Keep an object, and what is reached from it."""
-        if id(value) in self._seen:
-            return
-        if isinstance(value, Tensor):
-            self._add_tensor(value)
-        elif isinstance(value, nn.Module):
-            self._add_module(value)
-        elif isinstance(value, (dict, list, set)) or (hasattr(value, "maxlen") and hasattr(value, "rotate")):
-            self._add_container(value, value.values() if isinstance(value, dict) else value)
-        elif isinstance(value, (tuple, frozenset)):
-            for one in value:
-                self.add(one)
-        elif root or isinstance(value, (Optimizer, LRScheduler, torch.amp.GradScaler)):
-            self._seen[id(value)] = value
-            attributes = vars(value) if hasattr(value, "__dict__") else {}
-            self._add_container(attributes, attributes.values())
-
-    def _add_tensor(self, tensor: Tensor) -> None:
-        self._seen[id(tensor)] = tensor
-        self.tensors.append(tensor)
-        if tensor.is_leaf:
-            self._gradients.append((tensor, tensor.grad, tensor.requires_grad))
-            self.add(tensor.grad)
-
-    def _add_module(self, module: nn.Module) -> None:
-        self._seen[id(module)] = module
-        for one in (*module.parameters(), *held(module).values()):
-            self.add(one)
-        for table in (table for inner in module.modules() for table in tables(inner)):
-            self._add_container(table, ())
-
-    def _add_container(self, container: Any, values: Iterable[Any]) -> None:
-        self._seen[id(container)] = container
-        self._containers.append((container, container.copy()))
-        for one in values:
-            self.add(one)
-
-    def restore(self) -> None:
-        """Put containers and gradients back; tensors are those of `kept`."""
-        for container, before in self._containers:
-            _put_back(container, before)
-        for tensor, gradient, requires_grad in self._gradients:
-            tensor.grad = gradient
-            if tensor.requires_grad != requires_grad:
-                tensor.requires_grad_(requires_grad)
+@contextlib.contextmanager
+def _same_containers(containers: Iterable[Any]) -> Iterator[None]:
+    before = [(container, container.copy()) for container in containers]
+    try:
+        yield
+    finally:
+        for container, items in before:
+            now, then = ((*c, *c.values()) if isinstance(c, dict) else tuple(c) for c in (container, items))
+            if len(now) == len(then) and all(a is b for a, b in zip(now, then, strict=True)):
+                continue
+            if isinstance(container, list):
+                container[:] = items
+            else:
+                container.clear()
+                (container.extend if hasattr(container, "rotate") else container.update)(items)

@@ -19,6 +19,7 @@ from .._torch import is_spread
 _OWN = frozenset(nn.Module().__dict__)  # torch's tables of parameters, buffers, children and hooks
 _TABLES = _OWN - {"_parameters"}
 _CODE = (type, FunctionType, MethodType, ModuleType)
+_TRAINING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 _NOT_THE_AUTHORS = (sys.stdlib_module_names | {"torch", "fxamp", "passes"}) - {"__main__", "types"}
 
 
@@ -46,16 +47,18 @@ def tables(module: nn.Module) -> list[dict[str, Any]]:
     return [own, *(v for name, v in own.items() if name in _TABLES and isinstance(v, dict))]
 
 
-def reached(model: nn.Module) -> tuple[list[Any], dict[int, torch.Tensor]]:
-    """Return the containers and, by id, the tensors that are reached from the attributes of a model's modules.
+def reached(*roots: Any) -> tuple[list[Any], dict[int, torch.Tensor]]:
+    """Return the containers and, by id, the tensors that are reached from some objects, of a model from its modules.
 
     Containers are lists, dicts, sets and queues, and the attributes of modules and of the author's objects; those of
-    Python, torch and fxamp are not looked into. Parameters that are spread over ranks are left out.
+    Python, torch and fxamp are not looked into, but for optimizers, schedulers and scalers. Parameters that are spread
+    over ranks are left out.
     """
     containers: list[Any] = []
     tensors = dict[int, torch.Tensor]()
-    seen, left = dict[int, Any](), list[Any]()
-    for module in model.modules():
+    modules = [module for root in roots if isinstance(root, nn.Module) for module in root.modules()]
+    seen, left = dict[int, Any](), [getattr(r, "__dict__", ()) for r in roots if not isinstance(r, nn.Module)]
+    for module in modules:
         left += tables(module)
         if any(is_spread(p) for p in module._parameters.values() if p is not None):
             seen[id(module._parameters)] = module._parameters
@@ -70,7 +73,9 @@ def reached(model: nn.Module) -> tuple[list[Any], dict[int, torch.Tensor]]:
             if type(value).__module__ in ("builtins", "collections") and not isinstance(value, tuple):
                 containers.append(value)
             left += value.values() if isinstance(value, dict) else value
-        elif hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in _NOT_THE_AUTHORS:
+        elif isinstance(value, _TRAINING) or (
+            hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in _NOT_THE_AUTHORS
+        ):
             left.append(vars(value))
     return containers, tensors
 

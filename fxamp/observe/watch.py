@@ -166,14 +166,6 @@ class Watch(Ops):
     Args:
         model: whose modules and parameters are named.
         frame: the code of the function that runs the step; what lies further out is not the user's.
-
-    Attributes:
-        sums: what was seen.
-        graphs: the graphs that ran.
-        missed: calls of views that did not run their plan: the view's model and why.
-        entered: the runners of the views that were called.
-        scaled: a gradient scaler has scaled a loss.
-        unscaled: how often gradients were unscaled.
     """
 
     supports_higher_order_operators = True
@@ -185,11 +177,14 @@ class Watch(Ops):
 
     def __init__(self, model: nn.Module, frame: CodeType) -> None:
         super().__init__(self.op)
-        self.sums: dict[Seen, Sum] = {}
-        self.graphs: list[Ran] = []
-        self.missed: list[tuple[nn.Module, str]] = []
-        self.entered: list[Any] = []
-        self.scaled, self.unscaled = False, 0
+        self.sums: dict[Seen, Sum] = {}  # what was seen
+        self.graphs: list[Ran] = []  # that ran
+        self.missed: list[tuple[nn.Module, str]] = []  # calls of views that did not run their plan: its model, and why
+        self.entered: list[Any] = []  # the runners of the views that were called
+        self.scaled, self.unscaled = (
+            False,
+            0,
+        )  # a scaler has scaled a loss; how often gradients were unscaled
         self._names = {id(m): path for path, m in model.named_modules()}
         self._parameters = {storage_id(t) for t in (*model.parameters(), *model.buffers())}
         self._frame = frame

@@ -224,16 +224,12 @@ class _Finite(Watch):
         model: whose modules are named.
         forced: nodes that run in FP32.
         heals: let a node run in FP32 whose value does not fit otherwise.
-
-    Attributes:
-        forced: as given, with those whose value did not fit.
-        peaks: the largest gradient that each node makes.
     """
 
     def __init__(self, model: nn.Module, forced: Iterable[_At] = (), *, heals: bool = False) -> None:
         super().__init__(model, _run.__code__)
-        self.forced, self.heals = dict.fromkeys(forced), heals
-        self.peaks: dict[_At, float] = {}
+        self.forced, self.heals = dict.fromkeys(forced), heals  # the nodes whose value did not fit are added
+        self.peaks: dict[_At, float] = {}  # the largest gradient that each node makes
         self._origins: list[_Origin] = []
         self._bad: dict[int, _Origin | None] = {}  # by storage; None: the program wrote an inf
         self._ends: list[Tensor] = []

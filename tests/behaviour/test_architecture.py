@@ -63,7 +63,7 @@ ARROWS = {
     ),
     "fxamp.error": ".diagnose .observe .results passes.contract passes.graph passes.ops",
     "fxamp.ranges": (
-        "._torch .calibration .capture .census .convert .diagnose .errors .observe .results "
+        "._torch .calibration .capture .convert .diagnose .errors .observe .results "
         "passes._torch passes.contract passes.graph passes.ops"
     ),
     "fxamp.choose": (
