@@ -93,13 +93,10 @@ class Derivatives:
         with _moved(self._step, direction, first):
             moved = self._values(batch)
         noisy = self._values(batch, random=True)
-        known = [key for key in values if key in moved and key in noisy]  # others: a graph was captured again
-        ratios = [
-            float((noisy[key] - t).norm() / (moved[key] - t).norm())
-            for key, t in ((key, values[key]) for key in known)
-            if bool((moved[key] != t).any()) and bool((noisy[key] != t).any())
-        ]
-        finite = sorted(filter(math.isfinite, ratios))  # a mask has no distance
+        known = values.keys() & moved.keys() & noisy.keys()  # others: a graph was captured again
+        ratios = [(noisy[key] - values[key]).norm() / (moved[key] - values[key]).norm() for key in known]
+        read = torch.stack(ratios).tolist() if ratios else []
+        finite = sorted(r for r in read if 0 < r < math.inf)  # a mask has no distance, and some values do not move
         return direction, first * (finite[len(finite) // 2] if finite else 1.0) / math.sqrt(2)
 
     def _values(self, batch: Batch, *, random: bool = False) -> dict[Node, Tensor]:
@@ -110,7 +107,7 @@ class Derivatives:
             if random and site.rounds and site.part != "scores":
                 value = rounded(value, self._low, self._generator)
             if site.rounds and not site.part:
-                values[site.node] = value.detach().clone()
+                values[site.node] = value.detach().clone() if site.writes else value.detach()
             return value
 
         self._step.run(batch, self._name, Observer(at), backward=False)

@@ -65,7 +65,7 @@ def measured(step: Step, names: Sequence[str], *, values: bool = False) -> Error
             outputs[name].append(_distances(ran, true))
     made = []
     for name in names:
-        errors = tallies[name].errors(name, norms, outputs=tuple(map(_rms, zip(*outputs[name], strict=False))))
+        errors = tallies[name].errors(name, norms, outputs=_rms(outputs[name]))
         with contextlib.suppress(NotImplementedError):  # an op with bodies that a dispatch mode cannot see into
             casts, moved = step.casts(name) if name != FP32 else (None, None)
             errors = replace(errors, casts=casts, cast_bytes=moved)
@@ -94,8 +94,8 @@ def _distances(ran: Outcome, true: Outcome) -> list[float]:
     return [float((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)) for a, b in pairs]
 
 
-def _rms(values: Sequence[float]) -> float:
-    return float((sum(v * v for v in values) / len(values)) ** 0.5)
+def _rms(batches: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    return tuple(float((sum(v * v for v in of) / len(of)) ** 0.5) for of in zip(*batches, strict=False))
 
 
 def _values(step: Step, name: str) -> dict[str, float]:

@@ -87,9 +87,10 @@ class _Places:
         self.reads.add((reader, source))
         return value
 
-    def have(self, place: Place, site: Site) -> bool:
-        """Say whether a run of these graphs passes a place of another policy."""
-        return place in self.rounded or place in self.values or (bool(site.reads) and self.reads.issuperset(site.reads))
+    def serve(self, other: _Places) -> bool:
+        """Say whether a run of these graphs passes all places that another policy rounds."""
+        left = (site for place, site in other.rounded.items() if place not in self.rounded and place not in self.values)
+        return all(site.reads and self.reads.issuperset(site.reads) for site in left)
 
 
 class Unrounded:
@@ -105,7 +106,7 @@ class Unrounded:
         self.runs: dict[str, list[str]] = {}  # by the policy whose graphs a step runs, all policies that it serves
         left = list(names)
         while left:
-            served = {name: [n for n in left if self._serves(name, n)] for name in left}
+            served = {name: [n for n in left if self._places[name].serve(self._places[n])] for name in left}
             base = max(left, key=lambda name: len(served[name]))
             self.runs[base], self._sums[base] = served[base], []
             left = [n for n in left if n not in served[base]]
@@ -115,10 +116,6 @@ class Unrounded:
         for batch in self._step.unlike():
             self._step.run(batch, name, Observer(found.at, found.read), everywhere=True, backward=False)
         return found
-
-    def _serves(self, base: str, name: str) -> bool:
-        here = self._places[base]
-        return all(here.have(place, site) for place, site in self._places[name].rounded.items())
 
     def run(self, base: str, batch: Batch, choices: list[tuple[str, Tensor]]) -> Outcome:
         """Run a step on one batch, and add the key and the operand of each choice to `choices`."""

@@ -221,8 +221,10 @@ class Watch(Ops):
         computes = bool(given) and makes and not op.endswith("_like") and not op.startswith("new_")
         seen = Seen(place, op, _dtypes(given), _dtypes(made), _is_product(func), computes, reads)
         casts, moved = casts_in(func, args, out), sum(t.nbytes for t in strided((*given, *made)))
+        formula = _formula(func)
+        flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
         cast_bytes = sum(a.nbytes + b.nbytes for a, b in casts)
-        one = Sum(1, _flops(func, args, kwargs, out), moved, int(bool(casts)), cast_bytes)
+        one = Sum(1, flops, moved, int(bool(casts)), cast_bytes)
         self.sums.setdefault(seen, Sum()).add(one)
 
     def _here(self) -> Place:
@@ -346,18 +348,15 @@ class Watch(Ops):
             def record(backward: bool, parts: list[Kernel]) -> None:
                 for one in ran:
                     assert one.kernels is not None
-                    one.kernels[backward].extend(_of_part(one.part, parts))
+                    names = one.part.names  # of the nodes in the graph of the plan; "" for others
+                    one.kernels[backward].extend(
+                        parts if names is None else (replace(k, made_from=names.get(k.made_from, "")) for k in parts)
+                    )
 
             options = recorded_by_inductor(record)
             with without_modes(), no_autocast():
                 found = self._compiled[id(ran[0])] = compile(options, list(args))
         return found
-
-
-def _of_part(part: Part, kernels: list[Kernel]) -> list[Kernel]:
-    """Return kernels with the names that their nodes have in the graph of a plan, "" for those of other nodes."""
-    names = part.names
-    return kernels if names is None else [replace(k, made_from=names.get(k.made_from, "")) for k in kernels]
 
 
 def watching() -> Watch | None:
@@ -455,11 +454,6 @@ def _formula(func: Any) -> Any:
 def _is_product(func: Any) -> bool:
     row = RULES.get(_name(func))
     return _formula(func) is not None or (row is not None and LOW in (row.cpu, row.cuda))
-
-
-def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
-    count = _formula(func)
-    return 0 if count is None else int(count(*args, **kwargs, out_val=out))
 
 
 def casts_in(func: Any, args: tuple[Any, ...], out: Any) -> list[tuple[Tensor, Tensor]]:
