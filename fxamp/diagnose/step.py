@@ -90,23 +90,11 @@ class _Colouring:
         self.base, self.policy, self.costs = base, policy, costs
         self._decided: dict[int, tuple[Graph, GraphModule, Plan]] = {}
 
-    def graph(self, known: Graph) -> GraphModule:
-        """Return what would be emitted for a captured graph."""
-        return self._of(known)[1]
-
-    def plan(self, known: Graph) -> Plan:
-        """Return the plan of that."""
-        return self._of(known)[2]
-
-    def _of(self, known: Graph) -> tuple[Graph, GraphModule, Plan]:
-        """Decide once on a captured graph."""
+    def of(self, known: Graph) -> tuple[Graph, GraphModule, Plan]:
+        """Return a captured graph, and what would be emitted for it, with its plan; that is decided once."""
         if id(known.emitted) not in self._decided:
             self._decided[id(known.emitted)] = known, *known.decided(self.policy, self.costs)
         return self._decided[id(known.emitted)]
-
-    def run(self, known: Graph, _: GraphModule, args: tuple[Any, ...]) -> Any:
-        """Run that in the place of what was emitted."""
-        return self.graph(known)(*args)
 
 
 class Step:
@@ -298,7 +286,7 @@ class Step:
         colouring = self._colourings.get(name)
         if colouring is None or name in self._views:
             return plan_of(runner_of(self.view(name)))
-        return plan_of(runner_of(self.view(colouring.base)), colouring.plan)
+        return plan_of(runner_of(self.view(colouring.base)), lambda known: colouring.of(known)[2])
 
     def decide(self, name: str, base: str, policy: Policy, costs: CostModel | None = None) -> None:
         """Know a policy, under costs of its own, by what is decided on the graphs that another one has captured.
@@ -399,7 +387,7 @@ class Step:
         colouring = self._colourings.get(name)
         if colouring is None or name in self._views:
             return self.view(name), contextlib.nullcontext
-        return self.view(colouring.base), lambda: run_instead(colouring.run)
+        return self.view(colouring.base), lambda: run_instead(lambda known, _, args: colouring.of(known)[1](*args))
 
     def _observed(
         self, batch: Batch, name: str, observer: Observer, everywhere: bool, backward: bool, scale: float
@@ -456,7 +444,7 @@ class Step:
             self._step(view, batch, contextlib.nullcontext, backward=False)
         for known in graphs.distinct():
             if (known.state.training, known.state.grad) == state:
-                graph = known.emitted if colouring is None else colouring.graph(known)
+                graph = known.emitted if colouring is None else colouring.of(known)[1]
                 yield from self._sites_of(graph, known).rounding()
 
     def true(self, batch: Batch, plain: Outcome) -> Outcome:

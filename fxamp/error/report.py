@@ -40,42 +40,31 @@ class NodeError:
 
 @dataclass(frozen=True)
 class Errors:
-    """The errors of one policy.
+    """The errors of one policy."""
 
-    Attributes:
-        policy: As it was asked for; "FP32" is the model without conversion.
-        loss: RMS error of the loss, absolute, over batches.
-        increase: Predicted: by how much the loss rises on average over roundings, which have no mean: half of the sum
-            over values of ulp^2 / 12 times the second derivative. One draw a batch: few examples give it to a factor of
-            two. It supposes that gradients are the derivative of the loss (nothing in it is detached). None where
-            errors are measured, or gradients not predicted.
-        gradient: Norm of the error of the whole gradient over the norm of the gradient.
-        per_parameter: Root of the mean square of `parameters`. `fxamp.tune` keeps this one within its tolerance.
-        parameters: The same for each parameter alone, by name; without dead ones.
-        nodes: What moves the loss, the largest share first; empty where errors are measured.
-        values: Measured: the relative distance of each node's value from FP32, by key.
-        outputs: Measured: the relative distance of each float output.
-        flips: Predicted: how many choices of each top-k or argmax a batch are expected to change, by key. They are
-            beside the variance, never in it.
-        swamped: Predicted: the share of the updates of a sum that are lost, since they are below half an ulp of the low
-            value that they are added to, by key; of sums that lose most. Losses of many steps add up.
-        casts: Measured: how many casts a step makes, forward and backward; of batches given in several ways, the most.
-        cast_bytes: Measured: the bytes that these read and write.
-    """
-
-    policy: str
-    loss: float
+    policy: str  # as it was asked for; "FP32" is the model without conversion
+    loss: float  # RMS error of the loss, absolute, over batches
+    # predicted: by how much the loss rises on average over roundings, which have no mean: half of the sum over values
+    # of ulp^2 / 12 times the second derivative. One draw a batch: few examples give it to a factor of two. It
+    # supposes that gradients are the derivative of the loss (nothing in it is detached). None where errors are
+    # measured, or gradients not predicted.
     increase: float | None
-    gradient: float
-    per_parameter: float
-    parameters: Mapping[str, float]
-    nodes: tuple[NodeError, ...] = ()
+    gradient: float  # norm of the error of the whole gradient over the norm of the gradient
+    per_parameter: float  # root of the mean square of `parameters`. `fxamp.tune` keeps this one within its tolerance.
+    parameters: Mapping[str, float]  # the same for each parameter alone, by name; without dead ones
+    nodes: tuple[NodeError, ...] = ()  # what moves the loss, the largest share first; empty where errors are measured
+    # measured: the relative distance of each node's value from FP32, by key
     values: Mapping[str, float] = field(default_factory=dict)
-    outputs: tuple[float, ...] = ()
+    outputs: tuple[float, ...] = ()  # measured: the relative distance of each float output
+    # predicted: how many choices of each top-k or argmax a batch are expected to change, by key. They are beside the
+    # variance, never in it.
     flips: Mapping[str, float] = field(default_factory=dict)
+    # predicted: the share of the updates of a sum that are lost, since they are below half an ulp of the low value
+    # that they are added to, by key; of sums that lose most. Losses of many steps add up.
     swamped: Mapping[str, float] = field(default_factory=dict)
+    # measured: how many casts a step makes, forward and backward; of batches given in several ways, the most
     casts: int | None = None
-    cast_bytes: int | None = None
+    cast_bytes: int | None = None  # measured: the bytes that these read and write
 
     @property
     def flagged(self) -> tuple[str, ...]:
