@@ -111,7 +111,7 @@ def loss_of(output: Any, target: Any, loss: Loss, *, any_will_do: bool = False) 
     if target is not None:
         raise PolicyError(
             "a target was given, the third argument, without loss= (loss_fn of a TrainStep): if it is a second input "
-            "of the model, give (x, y) as the inputs; else give the loss too."
+            "of the model, the inputs are one tuple, (x, y); else give the loss too."
         )
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     found = output if found is None and isinstance(output, Tensor) and not output.dim() else found
