@@ -107,7 +107,7 @@ def test_two_scalars_are_refused_with_the_line_to_write() -> None:
 
 
 def test_a_target_without_a_loss_says_where_a_second_input_belongs() -> None:
-    with pytest.raises(PolicyError, match=r"second input of the model, give \(x, y\) as the inputs"):
+    with pytest.raises(PolicyError, match=r"second input of the model, the inputs are one tuple, \(x, y\)"):
         fxamp.census(TinyLM(), *batch())
 
 
