@@ -92,9 +92,9 @@ def lines(changes: Iterable[Change], places: Mapping[str, Place] | None = None) 
 
 
 def folded(changes: Iterable[Change], places: Mapping[str, Place]) -> list[str]:
-    """Return the same lines, but nodes of one line of source that change alike share one, and so do states of a total.
+    """Return the same lines, but nodes of one op and line of source that change alike share one, and states of a total.
 
-    Without a source line, nodes of one op share a line. A node that changes alike in several states counts once.
+    A node that changes alike in several states counts once.
     """
     totals: dict[str, list[str]] = {}
     groups: dict[tuple[str, str, str], dict[str, None]] = {}
@@ -105,7 +105,7 @@ def folded(changes: Iterable[Change], places: Mapping[str, Place]) -> list[str]:
         node = key.partition(":")[2] if key.partition(":")[0].isdigit() else key
         place = places.get(key) or places.get(node)
         where = f"  ({place.file}:{place.line})" if place is not None else ""
-        op = "" if where else node.rpartition("/")[2].partition("#")[0] if key[0] != "(" else str(len(groups))
+        op = node.rpartition("/")[2].partition("#")[0] if key[0] != "(" else str(len(groups))
         groups.setdefault((SIGNS[kind], f"{text}{where}", op), {})["" if key[0] == "(" else node] = None
     out = [f"{SIGNS['changed']} {label}: {'; '.join(values)}" for label, values in totals.items()]
     for (sign, text, _), nodes in groups.items():

@@ -43,7 +43,7 @@ _HELP = "https://fxamp.github.io/fxamp/checking.html"
 def to_text(outcomes: Sequence[Outcome], way_out: str = WAY_OUT, *, verbose: bool = False) -> str:
     """Write a line for each target, under it what changed and which budgets are broken, and at last a way out.
 
-    Nodes of one line of source that change alike share a line, unless it is `verbose`.
+    Nodes of one op and line of source that change alike share a line, unless it is `verbose`.
     """
     out, hidden = [], False
     for outcome in (o for o in outcomes if o.status != UNKNOWN):  # whose message is an error's
