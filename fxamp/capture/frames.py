@@ -85,9 +85,8 @@ class Frames:
         self.alone: list[torch.dtype | None] | None = None
         self.unknown = ""
         self._asks, self._asking = asks, False
-        self.refused: dict[
-            CodeType, str
-        ] = {}  # what is left to Python, with place and cause; "" if it computes nothing
+        # What is left to Python, with place and cause; "" if it computes nothing.
+        self.refused: dict[CodeType, str] = {}
         self.outside: dict[CodeType, str] = {}  # behind breaks at which Python computes something, with the places
         self.news: list[str] = []  # what of `outside` no call has said yet
         self._code: Any = getattr(function, "__code__", None)

@@ -181,10 +181,8 @@ class Watch(Ops):
         self.graphs: list[Ran] = []  # that ran
         self.missed: list[tuple[nn.Module, str]] = []  # calls of views that did not run their plan: its model, and why
         self.entered: list[Any] = []  # the runners of the views that were called
-        self.scaled, self.unscaled = (
-            False,
-            0,
-        )  # a scaler has scaled a loss; how often gradients were unscaled
+        self.scaled = False  # a scaler has scaled a loss
+        self.unscaled = 0  # how often gradients were unscaled
         self._names = {id(m): path for path, m in model.named_modules()}
         self._parameters = {storage_id(t) for t in (*model.parameters(), *model.buffers())}
         self._frame = frame
