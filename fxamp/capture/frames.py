@@ -53,6 +53,7 @@ CEILING = 256  # graphs of one code, as torch has it for all uses of a code toge
 _LIMITS = {
     "recompile_limit": 1 << 30, "accumulated_recompile_limit": 1 << 30, "allow_empty_graphs": True,
 }  # fmt: skip
+_PLAIN = (bool, int, float, str, type(None), Tensor)  # values at a break of which it is known what was computed
 _RESUMED = "torch_dynamo_resume_in_"  # begins the name of the code that Dynamo makes of what follows a break
 _PYTHONS, _INSTALLED = (sysconfig.get_path(what) for what in ("stdlib", "purelib"))
 # What Dynamo says of frames that compute nothing: code without tensors, and what Python or Dynamo itself has generated.
@@ -89,6 +90,7 @@ class Frames:
         self.refused: dict[CodeType, str] = {}
         self.outside: dict[CodeType, str] = {}  # behind breaks at which Python computes something, with the places
         self.news: list[str] = []  # what of `outside` no call has said yet
+        self.opaque = False  # Python has given something at a break that may come of computing
         self._code: Any = getattr(function, "__code__", None)
         self._model, self._settings, self._fullgraph, self._dynamic = model, settings, fullgraph, dynamic
         self.fixes_sizes = False  # some code is traced with fixed sizes alone: no size of inputs is to be a symbol
@@ -161,13 +163,17 @@ class Frames:
         stack = [name for name in code.co_varnames[: code.co_argcount] if name.startswith("___stack")]
         if not stack or call.refused or code in self.outside:
             return
-        floats = [t for t in pytree.tree_leaves(frame.f_locals[stack[-1]]) if isinstance(t, Tensor) and _is_float(t)]
-        if not floats:
+        values = pytree.tree_leaves(frame.f_locals[stack[-1]])
+        self.opaque = self.opaque or not all(isinstance(value, _PLAIN) for value in values)
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        if not tensors:
             return
         known: list[Any] = [*(made() for made in call.made), *pytree.tree_leaves((call.args, call.kwargs))]
         known += [*call.model.parameters(), *held(call.model).values()]
         storages = {storage_id(t) for t in known if isinstance(t, Tensor)}
-        if all(storage_id(t) in storages for t in floats):
+        computed = [t for t in tensors if storage_id(t) not in storages]
+        self.opaque = self.opaque or bool(computed)
+        if not any(map(_is_float, computed)):
             return
         name, _, line = code.co_name.removeprefix(_RESUMED).rpartition("_at_")
         text = f"{name} ({code.co_filename}:{line}): what it calls there computes outside of graphs"

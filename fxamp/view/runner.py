@@ -21,7 +21,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, cast
 
@@ -54,6 +54,7 @@ from ..capture.in_place import why_no_graph
 from ..capture.modes import Modes
 from ..capture.outputs import is_whole, own_values, restored
 from ..capture.state import state_of
+from ..observe.tensors import held
 from ..observe.watch import watching
 from .copies import Opened
 from .function import Function
@@ -229,6 +230,7 @@ class Runner:
                 function.clear()
         function, graphs = self._function(self.opened.serves(call.model), method, call.model), self.graphs
         before = len(graphs)
+        versions = () if before else _versions(call)
         started = time.perf_counter()
         if in_transform() or (graphs.as_written and state_of(call.model, method) in graphs.as_written):
             outputs = self._under_autocast(call, method)
@@ -246,7 +248,7 @@ class Runner:
             self._say_again(reason)
         self.called = self.called or call.does == "run"
         if call.does != "compare":  # a capture ends so where there is no graph with ops
-            self._look(function, call)
+            self._look(function, call, versions)
         return self._outside_of_graphs(outputs, call)
 
     def _function(self, reads_copies: bool, method: str, model: nn.Module) -> Function:
@@ -396,16 +398,19 @@ class Runner:
         self.graphs.as_written[state_of(self.model)] = why
         self.graphs.said.add(why)
 
-    def _look(self, function: Function, call: Call) -> None:
+    def _look(self, function: Function, call: Call, versions: Sequence[int]) -> None:
         """Say that a call did not run the plan, or not all of it: no graph ran, or a frame was left to Python.
+
+        Where there is no graph yet, what was written in place in the call is known by what `versions` were before it.
 
         Raises:
             CaptureError: that is an error, by `on_change`.
             PolicyError: nothing was captured ahead of a first call, so overrides of the policy cannot act.
         """
         mine = any(graph.state.method == function.method for graph in self.graphs)
-        planned = bool(call.ran or (call.idle and (mine or not self._computes)))  # an early exit may have no op
         frames = function.frames
+        idle = mine or not self._computes or not (len(self.graphs) or frames.opaque or versions != _versions(call))
+        planned = bool(call.ran or (call.idle and idle))  # an early exit may have no op
         outside, frames.news = frames.outside.values() if self.settings.on_change == "error" else frames.news, []
         if planned and not call.refused and not outside:
             return
@@ -520,6 +525,12 @@ _READ = (
 _NO_CONTEXT: Any = contextlib.nullcontext()
 _UNKNOWN = "Dynamo left it to Python"
 _NOTHING = "no op was captured"
+
+
+def _versions(call: Call) -> list[int]:
+    """Return how often each tensor of a call was written: of its arguments, and those that its model holds."""
+    values = (*pytree.tree_leaves((call.args, call.kwargs)), *call.model.parameters(), *held(call.model).values())
+    return [value._version for value in values if isinstance(value, Tensor) and not value.is_inference()]
 
 
 def _restore_autocast(device: str, on: bool, dtype: torch.dtype) -> None:

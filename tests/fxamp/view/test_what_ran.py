@@ -7,6 +7,7 @@ import linecache
 import logging
 import sys
 import threading
+import types
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
@@ -152,6 +153,43 @@ def test_an_early_exit_says_nothing_and_the_rest_of_forward_runs_as_planned(
         assert torch.equal(view(confident), low_linear(model.l, confident).float())
     assert not [text for text in warned(caplog) if "decided nothing" not in text]
     assert fxamp.plan_of(view).complete
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def chosen(model: Any, x: Tensor) -> Tensor:
+    return model.l(x).argmax(-1)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def boxed(model: Any, x: Tensor) -> Any:
+    return types.SimpleNamespace(value=model.l(x))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def written(model: Any, x: Tensor) -> None:
+    model.total.copy_(model.l(x).detach())
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def ready(_: Any, x: Tensor) -> bool:
+    return x.shape[0] > 0
+
+
+@pytest.mark.parametrize("what", [ready, chosen, boxed, written])
+def test_a_first_call_that_leaves_early_says_so_where_something_was_computed_outside_of_graphs(
+    what: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    def leaves(self: Any, x: Tensor) -> Any:
+        given = what(self, x)
+        return self.m(x) if given is False else x
+
+    model, x = Two(leaves, total=torch.zeros(4, 6)), example()
+    view = fxamp.convert(model, policy="O1,dtype=bf16")
+    for _ in range(2):
+        census = fxamp.census(view, x, loss=lambda y: y.sum() * torch.ones((), requires_grad=True))
+        assert bool(census.differences) == (what is not ready)
+    said = [text for text in warned(caplog) if "no op was captured" in text]
+    assert len(said) == (what is not ready)
 
 
 def test_fewer_turns_of_a_loop_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
