@@ -28,6 +28,7 @@ class Call:
         idle: of each graph without ops that ran, where and why Dynamo ended it early; "" where it did not.
         again: why frames were captured again, in Dynamo's words.
         refused: the code of the model that Python ran and that can compute, each with its place and the cause.
+        attempted: the code that was refused in the call, or before it.
         read: the low values with gradients, by identity, that something else was computed from behind them.
         own: what graphs made low, by identity, and whether it is low without autocast too.
         made: what the graphs that ran have given, where one is not the whole of the call.
@@ -49,6 +50,7 @@ class Call:
     idle: list[str] = field(default_factory=list)
     again: dict[str, None] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
+    attempted: set[CodeType] = field(default_factory=set)
     read: dict[int, torch.Tensor] = field(default_factory=dict)
     own: dict[int, tuple[torch.Tensor, bool]] = field(default_factory=dict)
     made: list[weakref.ref[Any]] = field(default_factory=list)

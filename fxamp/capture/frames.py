@@ -50,6 +50,8 @@ from .lost_backward import LostDerivativeError
 from .one_step import fakes_of_one_step
 
 CEILING = 256  # graphs of one code, as torch has it for all uses of a code together
+# How often code is tried that Dynamo refuses, in a call each: a first one may make what later ones only read.
+_ATTEMPTS = 2
 _LIMITS = {
     "recompile_limit": 1 << 30, "accumulated_recompile_limit": 1 << 30, "allow_empty_graphs": True,
 }  # fmt: skip
@@ -96,6 +98,7 @@ class Frames:
         self.fixes_sizes = False  # some code is traced with fixed sizes alone: no size of inputs is to be a symbol
         self._graphs: Counter[CodeType] = Counter()
         self._failing: set[CodeType] = set()  # refused since an op failed, which other inputs may mend
+        self._attempts: Counter[CodeType] = Counter()  # of code that is refused, in how many calls that run
         types: Any = torch._dynamo.types
         asked_about = types.FrameExecStrategy(types.FrameAction.DEFAULT, types.FrameAction.DEFAULT)
         for code in _codes_of(model):  # another compilation may have left it to Python, which C code does unasked then
@@ -113,6 +116,10 @@ class Frames:
             self.outside.clear()
         kept = self.refused.items() if refused is not None else ()
         self.refused = {code: text for code, text in kept if text not in (refused or ())}
+
+    def forgive(self) -> None:
+        """Behind a call that has left none, forget the code that a single call has left to Python."""
+        self.refused = {c: text for c, text in self.refused.items() if not text or self._attempts[c] >= _ATTEMPTS}
 
     def asked(self, gm: GraphModule) -> bool:
         """Say whether a graph is traced to be asked for the dtypes of its outputs alone, which it is then."""
@@ -142,6 +149,8 @@ class Frames:
             return _left_to_python(with_all_inside=True, always=True)  # it returns what the model has returned
         if call is not None and code.co_name.startswith(_RESUMED):
             self._look_at_break(frame, call)
+        if call is not None and code not in call.attempted and self._attempts[code] < _ATTEMPTS:
+            self.refused.pop(code, None)
         if code not in self.refused:
             if self._graphs[code] < CEILING:
                 made = self._compiled(frame, entry, state)
@@ -152,6 +161,8 @@ class Frames:
         if call is not None:
             call.unlock()
             call.refused += filter(None, (self.refused[code],))
+            self._attempts[code] += call.does == "run" and code not in call.attempted
+            call.attempted.add(code)
         if code in self._failing:
             self._failing.discard(code)
             del self.refused[code]

@@ -198,14 +198,18 @@ def _why(seen: Seen, ops: Iterable[tuple[Seen, Sum]], watch: Watch) -> str:
     low = any(runner.graphs.policy.level.rounds for runner in watch.entered)
     off = ", where torch.autocast is off" if wide and low else ""
     breaks = [ran.known.broke for ran in watch.graphs if ran.known.broke]
-    missed = [text for _, text in watch.missed] or [text for runner in watch.entered for text in runner.refused]
+    missed = [text for _, text, _ in watch.missed] or [text for runner in watch.entered for text in runner.refused]
     cause = next(iter((*missed, *(f"graph break at {text}" for text in breaks))), "left to Python by Dynamo")
     return f"{cause}{off}"
 
 
 def _uncaptured(watch: Watch, views: Mapping[str, Any]) -> Iterator[Difference]:
-    """Yield the views that did not run their plan, or were not called."""
-    for model, why in watch.missed:
+    """Yield the views that did not run their plan, or were not called.
+
+    Code that is left to Python may compute nothing itself: where graphs ran, and no op outside of them, all is planned.
+    """
+    computed = any(s.place.inside and s.place.kind in ("outside", "own") and s.computes for s in watch.sums)
+    for model, why in [(model, why) for model, why, planned in watch.missed if computed or not planned]:
         yield Difference("uncaptured", type(model).__name__, "a captured graph", "a call without it", why)
     for path, runner in views.items():
         if not any(entered is runner for entered in watch.entered):

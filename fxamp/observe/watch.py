@@ -179,7 +179,8 @@ class Watch(Ops):
         super().__init__(self.op)
         self.sums: dict[Seen, Sum] = {}  # what was seen
         self.graphs: list[Ran] = []  # that ran
-        self.missed: list[tuple[nn.Module, str]] = []  # calls of views that did not run their plan: its model, and why
+        # Calls of views that did not run their plan: its model, why, and whether graphs of it ran.
+        self.missed: list[tuple[nn.Module, str, bool]] = []
         self.entered: list[Any] = []  # the runners of the views that were called
         self.scaled = False  # a scaler has scaled a loss
         self.unscaled = 0  # how often gradients were unscaled
@@ -278,7 +279,7 @@ class Watch(Ops):
     @contextlib.contextmanager
     def of_copies(self) -> Iterator[None]:
         """Say that weights are cast inside, for graphs to read."""
-        before, self._place = self._place, Place("own", inside=self._view is not None)
+        before, self._place = self._place, Place("own")
         try:
             yield
         finally:

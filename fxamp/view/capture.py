@@ -7,7 +7,6 @@ comes after the break is captured too.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import re
 from dataclasses import replace
@@ -64,7 +63,7 @@ def capture(
 ) -> None:
     """Capture a state of a view's model, the present one by default, and check it, as `convert` says."""
     first, model, graphs = len(runner.graphs), runner.model, runner.graphs
-    state = state or state_of(model)
+    state, settled = state or state_of(model), False
     try:
         twin, inputs = twin_of(model, (args, kwargs))
     except NoTwinError as e:
@@ -79,7 +78,7 @@ def capture(
         graphs.note(note)
         check = False
     else:
-        _capture_on(runner, twin, inputs, state, "capture")
+        settled = _capture_twice(runner, twin, inputs, state)
         broken = any(graph.broke for graph in graphs[first:])
         if (broken or runner.refused) and (names := _read_outside(runner, (args, kwargs), state)):
             graphs.complete = False
@@ -90,11 +89,9 @@ def capture(
     if broken and check and (graphs.policy.ops or graphs.policy.modules):
         graphs.note("not checked: it is captured in several graphs, and overrides change what goes from one to another")
     elif check:
-        try:
-            check_capture(runner, partial(run_twin, runner, (args, kwargs)), check)
-        except NoTwinError as e:
-            logger.warning("fxamp: %s is not checked: %s", type(model).__name__, e)
-            graphs.note(f"not checked: {e}")
+        _check(runner, (args, kwargs), check)
+        if settled:
+            runner.forgive()  # the check is a first call too
     if graphs.replayed is None:
         _refuse_unmatched_ops(runner)
         runner.say_idle_overrides()
@@ -102,10 +99,35 @@ def capture(
         _refuse_unfit(runner, graphs.replayed)
 
 
-def _capture_on(runner: Runner, model: nn.Module, inputs: Inputs, state: State, does: str) -> None:
-    with same_random_state(), in_state(model, state), contextlib.suppress(Captured):
+def _check(runner: Runner, inputs: Inputs, check: bool | str) -> None:
+    try:
+        check_capture(runner, partial(run_twin, runner, inputs), check)
+    except NoTwinError as e:
+        logger.warning("fxamp: %s is not checked: %s", type(runner.model).__name__, e)
+        runner.graphs.note(f"not checked: {e}")
+
+
+def _capture_twice(runner: Runner, twin: nn.Module, inputs: Inputs, state: State) -> bool:
+    """Capture a call, twice where the first leaves code to Python, which may make what the second reads.
+
+    Say whether the last one left none.
+    """
+    whole = _capture_on(runner, twin, inputs, state, "capture")
+    if not whole and runner.refused:
+        whole = _capture_on(runner, twin, inputs, state, "capture")
+    settled = whole or not runner.refused
+    if settled:
+        runner.forgive()
+    return settled
+
+
+def _capture_on(runner: Runner, model: nn.Module, inputs: Inputs, state: State, does: str) -> bool:
+    """Capture a call, and say whether one graph has the whole of it."""
+    with same_random_state(), in_state(model, state):
         try:
             runner(*inputs, model=model, does=does)
+        except Captured:
+            return True
         except (TypeError, RuntimeError) as e:
             # By torch 2.15 an op that fails breaks the graph, and the model raises the error itself.
             if type(e) not in (TypeError, RuntimeError, dynamo_errors().TorchRuntimeError):
@@ -114,6 +136,7 @@ def _capture_on(runner: Runner, model: nn.Module, inputs: Inputs, state: State, 
             said = misplaced(model, inputs) or (why[1] if why else in_short(e))
             way_out = f" ({advice})" if (advice := runner.of_autocast(said)) else ""
             raise CaptureError(f"{type(runner.model).__name__} rejects the example inputs: {said}{way_out}") from e
+    return False
 
 
 def _read_outside(runner: Runner, inputs: Inputs, state: State) -> list[str]:

@@ -393,6 +393,11 @@ class Runner:
         texts = (text for each in frames for text in (*each.refused.values(), *each.outside.values()))
         return tuple(dict.fromkeys(filter(None, texts)))
 
+    def forgive(self) -> None:
+        """Forget the code that one call alone has left to Python, as one that makes what later ones read."""
+        for function in self._functions.values():
+            function.frames.forgive()
+
     def run_as_written(self, why: str) -> None:
         """Run the model as its author wrote it in its present state, under autocast, which somebody has said."""
         self.graphs.as_written[state_of(self.model)] = why
@@ -412,8 +417,10 @@ class Runner:
         idle = mine or not self._computes or not (len(self.graphs) or frames.opaque or versions != _versions(call))
         planned = bool(call.ran or (call.idle and idle))  # an early exit may have no op
         outside, frames.news = frames.outside.values() if self.settings.on_change == "error" else frames.news, []
-        if planned and not call.refused and not outside:
-            return
+        if planned and not call.refused:
+            frames.forgive()
+            if not outside:
+                return
         left = (*call.refused, *outside, *(f"graph break at {broke}" for broke in call.idle if broke and not planned))
         why = "" if planned else self.graphs.as_written.get(state_of(call.model, function.method)) or self._cause(mine)
         cause = ": ".join(filter(None, (why, "; ".join(dict.fromkeys(left)))))
@@ -425,7 +432,7 @@ class Runner:
             raise PolicyError(f"the overrides of {policy} cannot act, for {name} runs {instead}: {cause}")
         text = f"{name}: a call did not run {'all of ' * planned}its plan, but {instead}: {cause}"
         if (watch := watching()) is not None:
-            watch.missed.append((self.model, cause))
+            watch.missed.append((self.model, cause, planned))
         if self.settings.on_change == "error":
             raise CaptureError(text)
         self.graphs.say(cause, logging.WARNING, text)

@@ -240,6 +240,73 @@ def test_code_that_dynamo_refuses_is_named_with_its_place_once_and_the_plan_is_n
         fxamp.convert(model, policy=PINNED, on_change="error")(x)
 
 
+class Installing(nn.Module):
+    """Installs something in its first call under a lock, which Dynamo does not trace, as models of transformers do."""
+
+    lock = threading.Lock()
+
+    def __init__(self, deep: bool) -> None:
+        super().__init__()
+        self.l, self.m, self.deep, self.installed = nn.Linear(6, 6), nn.Linear(6, 6), deep, False
+
+    def install(self) -> None:
+        with self.lock:
+            self.installed = True
+
+    def inner(self, h: Tensor) -> Tensor:
+        if not self.installed:
+            self.install()
+        return self.m(h.relu())
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.l(x)
+        if self.deep:
+            torch._dynamo.graph_break()
+        return self.inner(h)
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_what_a_first_call_alone_leaves_to_python_is_captured_in_the_second(
+    deep: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, x = Installing(deep), example()
+    view = fxamp.convert(model, policy=PINNED)
+    complete = []
+    for _ in range(3):
+        assert torch.equal(view(x), model.m(low_linear(model.l, x).float().relu()))
+        complete.append(fxamp.plan_of(view).complete)
+    assert complete == [False, True, True]
+    assert len([text for text in warned(caplog) if "did not run all of its plan" in text]) == 1
+    assert not fxamp.census(view, x).differences
+
+
+@pytest.mark.parametrize("deep", [False, True])
+@pytest.mark.parametrize("check", [False, True])
+def test_a_plan_made_ahead_covers_what_a_first_call_alone_leaves_to_python(deep: bool, check: bool) -> None:
+    x = example()
+    model = Installing(deep)
+    view = fxamp.convert(model, (x,), policy="O1,dtype=bf16", check=check)
+    assert fxamp.plan_of(view).complete
+    assert not model.installed
+    assert fxamp.plan(Installing(deep), (x,), policy="O1,dtype=bf16").complete
+
+
+def test_code_that_is_left_to_python_and_computes_nothing_is_no_difference_of_the_census() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        h = x
+        for layer in self.layers:
+            if torch.rand(()).item() >= 0.0:  # the break is in a loop, which Dynamo leaves to Python
+                h = layer(h)
+        return h
+
+    layers = nn.ModuleList(Two(lambda self, x: self.m(self.l(x))) for _ in range(2))
+    view = fxamp.convert(Two(forward, layers=layers), policy="O1,dtype=bf16")
+    for _ in range(3):
+        view(example())
+    assert not fxamp.plan_of(view).complete
+    assert not fxamp.census(view, example()).differences
+
+
 def test_an_internal_error_of_dynamo_leaves_the_call_to_the_authors_code(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
