@@ -199,13 +199,9 @@ def _missing_cast(emitted: Emitted, node: Node) -> Node | None:
         return None
     if choice.reason.kind not in (LOW, OVERRIDE):
         return None
-    row, dtypes = row_of(node), emitted.assignment.dtypes
-    return _first(
-        o.node
-        for o in ops.operands(node)
-        if dtypes[o.node] in ELIGIBLE and dtypes[o.node] != choice.dtype
-        and (o.name in row.cast_arguments if row.cast_arguments else o.name not in row.uncast)
-    )  # fmt: skip
+    dtypes = emitted.assignment.dtypes
+    casts = (o.node for o in ops.operands(node) if o.name not in row_of(node).uncast and dtypes[o.node] in ELIGIBLE)
+    return _first(n for n in casts if dtypes[n] != choice.dtype)
 
 
 def _cast_statistics(emitted: Emitted, node: Node) -> Node | None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from .errors import PlanError, PolicyError
+from .errors import PlanError, PolicyError, public
 from .plan_format import (
     FORMAT_VERSION,
     LONGEST,
@@ -31,7 +31,6 @@ from .plan_format import (
     write_text,
 )
 from .policy import Policy
-from .public import public
 from .reasons import DEVIATIONS
 
 CERTIFICATE = "certificate"  # how a note of the certificate of a plan begins

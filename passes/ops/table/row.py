@@ -60,7 +60,6 @@ class Kind:
 class Operands:
     """Which operands are cast, what the kernel takes as it is, and the dtypes of what it gives."""
 
-    cast_arguments: tuple[str, ...] = ()  # arguments that are cast; () for every floating one
     uncast: tuple[str, ...] = ()  # arguments that are never cast to low: statistics, affine parameters, tables
     affine: tuple[str, ...] = ()  # arguments that are applied to its result, so that another op may apply them
     same_dtype: bool = False  # the kernel rejects operands of different float dtypes, so all of them are cast to one
