@@ -27,13 +27,10 @@ from .table.row import BANNED as BANNED
 from .table.row import COMPOSITE as COMPOSITE
 from .table.row import FOLLOW as FOLLOW
 from .table.row import FP32 as FP32
-from .table.row import HIGHER_ORDER, UNKNOWN_HIGHER_ORDER, Kinds
+from .table.row import HIGHER_ORDER, KIND_NAMES, UNKNOWN, UNKNOWN_HIGHER_ORDER, Kinds
 from .table.row import KEEP as KEEP
-from .table.row import KIND_NAMES as KIND_NAMES
 from .table.row import LOW as LOW
 from .table.row import PROMOTE as PROMOTE
-from .table.row import SUMMARY as SUMMARY
-from .table.row import UNKNOWN as UNKNOWN
 from .table.row import Rule as Rule
 
 _FILES = (products, reductions, elementwise, images, linalg, moves, queries)

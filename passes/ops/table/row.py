@@ -189,12 +189,6 @@ class Rule(Bodies, Numerics, Aliasing, Operands, Kind):
         return self.out[0] if self.out else ""
 
 
-# The columns of a table of all ops; one op is shown with every column that says something.
-SUMMARY = (
-    "name", "cpu", "cuda", "reason", "sensitive", "uncast", "same_dtype", "casts_out", "dtype_arg", "out",
-    "commutes", "no_low", "since", "until",
-)  # fmt: skip
-
 # What is known of an op that has no row, and of such a higher-order op, whose name shows that it is one.
 UNKNOWN = Rule("", Kinds(KEEP), "unknown op", known=False)
 UNKNOWN_HIGHER_ORDER = replace(UNKNOWN, higher_order=True)

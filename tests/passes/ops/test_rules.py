@@ -12,7 +12,7 @@ import torch
 from passes._torch import autocast_registrations
 from passes.contract.devices import DEVICES
 from passes.ops import rules
-from passes.ops.rules import BANNED, FP32, KIND_NAMES, LOW, PROMOTE, RULES, Rule
+from passes.ops.rules import BANNED, FP32, LOW, PROMOTE, RULES, Rule
 from passes.ops.table import row
 from tests.support.helpers import OTHER_RELEASES
 
@@ -92,7 +92,7 @@ def test_the_table_is_a_list_that_prints() -> None:
 
 
 def test_every_kind_and_field_is_explained() -> None:
-    assert set(KIND_NAMES) == {k for r in RULES.values() for k in (r.cpu, r.cuda)}
+    assert set(row.KIND_NAMES) == {k for r in RULES.values() for k in (r.cpu, r.cuda)}
     lines = inspect.getsource(row).splitlines()
     at = {f.name: next(i for i, line in enumerate(lines) if line.startswith(f"    {f.name}: ")) for f in fields(Rule)}
     assert [name for name, i in at.items() if "  # " not in lines[i] and not lines[i - 1].startswith("    # ")] == []
