@@ -18,11 +18,10 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from passes.contract.errors import PlanError
+from passes.contract.errors import PlanError, public
 from passes.contract.plan import Plan
 from passes.contract.plan_format import LONGEST, strictly, write_text
 from passes.contract.policy import Policy
-from passes.contract.public import public
 
 from .errors import in_short
 from .results import Result, table

@@ -7,9 +7,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
-from passes.contract.errors import CaptureError, FxampError, PolicyError
+from passes.contract.errors import CaptureError, FxampError, PolicyError, public
 from passes.contract.policy import nearest
-from passes.contract.public import public
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -23,10 +23,9 @@ from torch.fx import GraphModule, Node
 
 from passes._torch import FakeTensor, enter_autocast
 from passes.contract.costs import CostModel
-from passes.contract.errors import PolicyError
+from passes.contract.errors import PolicyError, public
 from passes.contract.plan import Plan
 from passes.contract.policy import Policy, check_used, nearest, type_names
-from passes.contract.public import public
 from passes.graph.grad import requires_grad
 from passes.graph.notes import Origin, Origins, buffer_origin
 from passes.graph.outputs import read_outputs

@@ -16,9 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from passes.contract.errors import PolicyError, VerificationError
+from passes.contract.errors import PolicyError, VerificationError, public
 from passes.contract.policy import Policy
-from passes.contract.public import public
 
 from .._torch import compiled_call, original_of
 from ..capture.graphs import runner_of

@@ -21,10 +21,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from passes.contract.errors import FxampError, PolicyError
+from passes.contract.errors import FxampError, PolicyError, public
 from passes.contract.plan import Plan
 from passes.contract.policy import SHORT, Policy
-from passes.contract.public import public
 from passes.graph.values import no_autocast
 
 from ..convert import convert, plan_of

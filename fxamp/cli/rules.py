@@ -11,6 +11,11 @@ from .usage import UsageError
 
 SUMMARY = "Show the op table, or the row of one op."
 FORMATS = ("text", "markdown", "json")
+# The columns of a table of all ops; one op is shown with every column that says something.
+COLUMNS = (
+    "name", "cpu", "cuda", "reason", "sensitive", "uncast", "same_dtype", "casts_out", "dtype_arg", "out",
+    "commutes", "no_low", "since", "until",
+)  # fmt: skip
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,13 +28,13 @@ def run(args: argparse.Namespace) -> int:
     from tabulate import tabulate
 
     from passes.contract.policy import nearest
-    from passes.ops.rules import RULES, SUMMARY
+    from passes.ops.rules import RULES
 
     if args.op is not None and args.op not in RULES:
         raise UsageError(f"no rule for the op {args.op!r}{nearest(args.op, RULES)}; `fxamp rules` lists all")
     rows = [RULES[name].columns() for name in ([args.op] if args.op else sorted(RULES))]
     # One op is shown as a list of its fields, many ops as a table without the columns that are empty for all.
-    columns = [name for name in rows[0] if (args.op or name in SUMMARY) and any(row[name] for row in rows)]
+    columns = [name for name in rows[0] if (args.op or name in COLUMNS) and any(row[name] for row in rows)]
     table = [[_cell(row[name]) for name in columns] for row in rows]
     headers: Sequence[str] = columns
     if args.op:

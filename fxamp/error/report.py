@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from passes.contract.errors import public
 from passes.contract.policy import Policy
-from passes.contract.public import public
 
 from ..results import Result, named, some, table
 from .rounding import blocks

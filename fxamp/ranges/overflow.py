@@ -24,10 +24,9 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from passes._torch import OpOverload, own_schema, pytree
-from passes.contract.errors import PolicyError
+from passes.contract.errors import PolicyError, public
 from passes.contract.plan import Decision
 from passes.contract.policy import Policy, dtype_name
-from passes.contract.public import public
 from passes.contract.reasons import Code
 from passes.graph.aliases import mutated_operands
 from passes.graph.bodies import Body

@@ -8,9 +8,8 @@ from dataclasses import asdict, dataclass
 
 import msgspec
 
-from passes.contract.errors import FxampError
+from passes.contract.errors import FxampError, public
 from passes.contract.plan import Plan
-from passes.contract.public import public
 
 from ..census.census import Census
 from ..error.report import Errors

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from passes.contract.public import public
+from passes.contract.errors import public
 
 Reason = Literal["stepped", "accumulating", "overflow", "no_gradients"]
 

@@ -20,8 +20,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from passes.contract.errors import PolicyError
-from passes.contract.public import public
+from passes.contract.errors import PolicyError, public
 from passes.graph.values import LOW_DTYPES
 
 from .._torch import is_spread

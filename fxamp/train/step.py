@@ -25,11 +25,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from passes.contract.devices import DEVICES
-from passes.contract.errors import PolicyError
+from passes.contract.errors import PolicyError, public
 from passes.contract.plan import Plan
 from passes.contract.plan_format import replacing
 from passes.contract.policy import Policy
-from passes.contract.public import public
 from passes.graph.values import no_autocast
 
 from .._torch import is_spread

@@ -21,20 +21,10 @@ from ..form import Assignment, SetDtype, UnderAutocast
 from ..graph.aliases import Aliases, may_alias, may_write, shared_operands
 from ..graph.grad import grad_modes
 from ..graph.notes import CAST_OPERAND, is_inserted, note_of
-from ..graph.values import (
-    ELIGIBLE,
-    LOW_DTYPES,
-    Dtypes,
-    ValueDtype,
-    dtype_owner,
-    module_path,
-    recast,
-    refuse_mixed,
-    source,
-)
+from ..graph.values import ELIGIBLE, LOW_DTYPES, Dtypes, ValueDtype, dtype_owner, module_path, refuse_mixed, source
 from ..ops import ops
 from ..ops.rules import KEEP, LOW, row_of
-from ..runtime.casts import cast_floating, cast_weight
+from ..runtime.casts import cast_weight
 
 _REPORT = "This is a bug in fxamp; please report it."
 
@@ -86,9 +76,6 @@ def _dtypes(node: Node, operands: Dtypes, assignment: Assignment) -> ValueDtype:
     opaque = node.op == "call_module" or row_of(node).higher_order
     if opaque or region or "functorch" in (getattr(node.target, "__module__", None) or ""):
         return assignment.dtypes.get(node)  # the operands are checked where they are cast
-    if node.target is cast_floating:
-        value, dtype = node.args
-        return recast(operands[value], dtype)  # type: ignore[index, arg-type]
     sources = [dtype_owner(n) or n for n in node.all_input_nodes]
     # During capture an autocast region cast operands; a node in it that has a colour is cast by fxamp instead.
     region = choice is not None and choice.reason.kind != KEEP and note_of(node).region is not None
@@ -199,13 +186,9 @@ def _missing_cast(emitted: Emitted, node: Node) -> Node | None:
         return None
     if choice.reason.kind not in (LOW, OVERRIDE):
         return None
-    row, dtypes = row_of(node), emitted.assignment.dtypes
-    return _first(
-        o.node
-        for o in ops.operands(node)
-        if dtypes[o.node] in ELIGIBLE and dtypes[o.node] != choice.dtype
-        and (o.name in row.cast_arguments if row.cast_arguments else o.name not in row.uncast)
-    )  # fmt: skip
+    dtypes = emitted.assignment.dtypes
+    casts = (o.node for o in ops.operands(node) if o.name not in row_of(node).uncast and dtypes[o.node] in ELIGIBLE)
+    return _first(n for n in casts if dtypes[n] != choice.dtype)
 
 
 def _cast_statistics(emitted: Emitted, node: Node) -> Node | None:

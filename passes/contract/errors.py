@@ -1,8 +1,19 @@
-"""The errors that the compiler raises on purpose, under one base class; it is that of the product's errors too."""
+"""The errors that the compiler raises on purpose, under one base class; it is that of the product's errors too.
+
+They are shown as users write them, `fxamp.PolicyError`, wherever the class lies, and so are other public classes.
+"""
 
 from __future__ import annotations
 
-from .public import public
+from typing import TypeVar
+
+C = TypeVar("C", bound=type)
+
+
+def public(cls: C) -> C:
+    """Say that a class is found in `fxamp`; a decorator around all others, which may look names up in its module."""
+    cls.__module__ = "fxamp"
+    return cls
 
 
 @public

@@ -19,19 +19,9 @@ from typing import Any
 
 import torch
 
-from .errors import PlanError, PolicyError
-from .plan_format import (
-    FORMAT_VERSION,
-    LONGEST,
-    REMEDY,
-    check_shape,
-    checked_states,
-    in_this_format,
-    strictly,
-    write_text,
-)
+from .errors import PlanError, PolicyError, public
+from .plan_format import FORMAT_VERSION, LONGEST, REMEDY, check_shape, in_this_format, strictly, write_text
 from .policy import Policy
-from .public import public
 from .reasons import DEVIATIONS
 
 CERTIFICATE = "certificate"  # how a note of the certificate of a plan begins
@@ -297,7 +287,7 @@ class Plan:
         try:
             policy = Policy.parse(data["policy"])
             read = {"decisions": tuple(decisions), "policy": policy, "notes": tuple(data["notes"])}
-            return cls(**data | read | {"states": checked_states(data["states"], name)})
+            return cls(**data | read | {"states": _checked_states(data["states"], name)})
         except (PolicyError, PlanError) as error:
             raise PlanError(f"{name}: {error}") from error
 
@@ -341,6 +331,17 @@ class Plan:
 def _between(decisions: Sequence[Decision], first: int, end: int) -> tuple[Decision, ...]:
     """Return the decisions on some graphs; the first of these graphs gets the number 0."""
     return tuple(replace(d, graph=d.graph - first) for d in decisions if first <= d.graph < end)
+
+
+def _checked_states(named: list[str], name: str) -> tuple[str, ...]:
+    """Check the states of a plan: each begins with the number of its first graph, in rising order."""
+    firsts = [state.partition(":")[0] for state in named]
+    numbers = [int(f) for f in firsts if f.isdecimal() and len(f) < 9]
+    if len(numbers) < len(firsts) or numbers != sorted(set(numbers)):
+        raise PlanError(
+            f"{name}: each of 'states' must begin with the number of its first graph, in rising order; {REMEDY}"
+        )
+    return tuple(named)
 
 
 def joined(plans: Sequence[Plan], states: Sequence[str]) -> Plan:

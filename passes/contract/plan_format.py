@@ -114,17 +114,6 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 _JSON_TYPES: dict[str, type[Any]] = {"int": int, "bool": bool, "tuple": list, "Mapping": dict}
 
 
-def checked_states(named: list[str], name: str) -> tuple[str, ...]:
-    """Check the states of a plan: each begins with the number of its first graph, in rising order."""
-    firsts = [state.partition(":")[0] for state in named]
-    numbers = [int(f) for f in firsts if f.isdecimal() and len(f) < 9]
-    if len(numbers) < len(firsts) or numbers != sorted(set(numbers)):
-        raise PlanError(
-            f"{name}: each of 'states' must begin with the number of its first graph, in rising order; {REMEDY}"
-        )
-    return tuple(named)
-
-
 def check_shape(kind: Any, data: Any, where: str) -> None:
     """Refuse JSON data that does not have exactly the fields of `kind`, each of its type."""
     if not isinstance(data, dict):

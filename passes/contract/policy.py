@@ -21,8 +21,7 @@ import torch
 from torch import nn
 
 from .devices import DEVICES
-from .errors import PolicyError
-from .public import public
+from .errors import PolicyError, public
 
 
 class Level(str, enum.Enum):

@@ -27,10 +27,7 @@ def is_opaque(node: Node) -> bool:
 def may_alias(node: Node) -> bool:
     """Say whether a node's output may share storage with an operand."""
     shares = {"": False, "sole": len(ops.inputs(node)) == 1}.get(row_of(node).may_alias, True)
-    if shares or is_in_place(node) or "out" in node.kwargs or is_opaque(node):
-        return True
-    schema = ops.schema_of(node)
-    return schema is not None and any(r.alias_info is not None for r in schema.returns)
+    return shares or is_in_place(node) or "out" in node.kwargs or is_opaque(node) or makes_view(node)
 
 
 def makes_view(node: Node) -> bool:

@@ -19,6 +19,7 @@ from ..contract.policy import type_names
 from ..ops import ops
 from ..ops.rules import row_of
 from ..runtime.casts import ELIGIBLE as ELIGIBLE
+from ..runtime.casts import cast_floating
 from .notes import is_ours
 
 LOW_DTYPES = (torch.float16, torch.bfloat16)
@@ -217,6 +218,8 @@ class Inference:
     def __call__(self, node: Node, dtype_of: Callable[[Node], ValueDtype]) -> ValueDtype:
         """Return the dtypes of the node's output for operands of these dtypes; raise what the op raises on them."""
         row = row_of(node)
+        if node.target is cast_floating:
+            return recast(dtype_of(node.args[0]), node.args[1])  # type: ignore[arg-type]
         if (row.asks == "item" or row.shards) and isinstance(node.args[0], Node):
             items = dtype_of(node.args[0])
             if row.shards or isinstance(items, tuple):

@@ -17,14 +17,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .._torch import (
-    OpOverload,
-    OpOverloadPacket,
-    autocast_registrations,
-    own_schema,
-    qualified_name,
-    registered_autocast_dtype,
-)
+from .._torch import OpOverload, OpOverloadPacket, autocast_registrations, registered_autocast_dtype
 from ..contract.devices import DEVICES
 from ..contract.errors import PolicyError
 from ..contract.policy import nearest
@@ -34,13 +27,10 @@ from .table.row import BANNED as BANNED
 from .table.row import COMPOSITE as COMPOSITE
 from .table.row import FOLLOW as FOLLOW
 from .table.row import FP32 as FP32
-from .table.row import HIGHER_ORDER, UNKNOWN_HIGHER_ORDER, Kinds
+from .table.row import HIGHER_ORDER, KIND_NAMES, UNKNOWN, UNKNOWN_HIGHER_ORDER, Kinds
 from .table.row import KEEP as KEEP
-from .table.row import KIND_NAMES as KIND_NAMES
 from .table.row import LOW as LOW
 from .table.row import PROMOTE as PROMOTE
-from .table.row import SUMMARY as SUMMARY
-from .table.row import UNKNOWN as UNKNOWN
 from .table.row import Rule as Rule
 
 _FILES = (products, reductions, elementwise, images, linalg, moves, queries)
@@ -196,12 +186,9 @@ def _check_fact(where: str, fact: str, value: Any) -> None:
 
 def _op_name(op: Any) -> str:
     """Return "namespace::op" for an op in any of its forms, the bare name for an op of ATen."""
-    if isinstance(op, OpOverload):
-        op = own_schema(op).name
-    elif isinstance(op, OpOverloadPacket):
-        op = qualified_name(op)
-    elif not isinstance(op, str):
-        op = getattr(op, "_qualname", op)  # what `custom_op` of PyTorch returns
+    if isinstance(op, (OpOverload, OpOverloadPacket)):
+        return ops.of_target(op)
+    op = op if isinstance(op, str) else getattr(op, "_qualname", op)  # what `custom_op` of PyTorch returns
     if not isinstance(op, str):
         raise PolicyError(f"register_rule: {op!r} is not an operator; give torch.ops.my_lib.my_op or 'my_lib::my_op'")
     return op.removeprefix("aten::")

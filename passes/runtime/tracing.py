@@ -17,11 +17,11 @@ from torch.fx import Graph, Tracer
 from torch.overrides import is_tensor_method_or_property
 
 from .._torch import HigherOrderOperator, TorchFunctionMode
-from . import casts, regions, rnn, sizes
+from . import casts, norms, regions, rnn, sizes
 
 FUNCTIONS = tuple(
     function
-    for module in (casts, regions, rnn, sizes)
+    for module in (casts, norms, regions, rnn, sizes)
     for name, function in vars(module).items()
     if inspect.isfunction(function) and function.__module__ == module.__name__ and not name.startswith("_")
 )

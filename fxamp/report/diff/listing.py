@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 
 from tabulate import tabulate
 
-from passes.contract.public import public
+from passes.contract.errors import public
 
 from ...harmless import as_text, markdown, visible
 from .changes import PLAN_KEY, RULE, Change

@@ -25,16 +25,7 @@ from ...graph.aliases import is_in_place, may_alias, may_write, mutated_operands
 from ...graph.grad import requires_grad
 from ...graph.islands import islands
 from ...graph.notes import DECOMPOSE, note_of, region_on
-from ...graph.values import (
-    ELIGIBLE,
-    LOW_DTYPES,
-    ValueDtype,
-    described,
-    dtype_reference,
-    first_float,
-    is_floating,
-    literal_dtype,
-)
+from ...graph.values import ELIGIBLE, LOW_DTYPES, ValueDtype, described, dtype_reference, first_float, literal_dtype
 from ...ops import numbers, ops
 from ...ops.facts import accumulates, facts_of, lacks_low, rule_of
 from ...ops.rules import BANNED, COMPOSITE, FOLLOW, FP32, KEEP, LOW, PROMOTE, row_of
@@ -112,7 +103,7 @@ def _in_place(run: Simulation, site: Site) -> Choice | None:
     """Colour an op that writes to a tensor, `out=` or else its first argument: the dtype of that tensor decides."""
     first, out = site.node.args[0] if site.node.args else None, out_operands(site.node)
     targets = out or [t for t in (first if isinstance(first, (list, tuple)) else [first]) if isinstance(t, Node)]
-    dtype = next((d for t in targets if is_floating(d := run.dtypes[t])), None)
+    dtype = next((d for t in targets if first_float(d := run.dtypes[t])), None)
     if not isinstance(dtype, torch.dtype):
         return None
     strict = site.row.same_dtype or (bool(out) and not site.row.casts_out)  # what is written must have its dtype
@@ -444,8 +435,7 @@ class PolicyRules(AutocastRules):
             return
         row = row_of(node)
         run.extremes.visit(node, row, run.dtypes)
-        moves = row.commutes and is_floating(run.dtypes[node])
-        if moves and floats and all(o.node in run.upcast for o in floats):
+        if row.commutes and floats and all(o.node in run.upcast for o in floats):
             run.upcast.add(node)
 
     def _kind(self, run: Simulation, site: Site) -> str:

@@ -65,9 +65,7 @@ def all_to(run: Simulation, site: Site, dtype: torch.dtype, reason: Reason, *, f
 
 def castable(run: Simulation, operand: ops.Operand, row: Rule, dtype: torch.dtype) -> bool:
     """Say whether a rule lets an operand be cast to a dtype."""
-    if run.dtypes[operand.node] not in ELIGIBLE or (operand.name in row.uncast and dtype in LOW_DTYPES):
-        return False
-    return not row.cast_arguments or operand.name in row.cast_arguments
+    return run.dtypes[operand.node] in ELIGIBLE and not (operand.name in row.uncast and dtype in LOW_DTYPES)
 
 
 def natural(run: Simulation, site: Site, reason: Reason, *, final: bool = False) -> Choice:

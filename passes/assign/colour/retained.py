@@ -35,9 +35,8 @@ STEPS = 8  # a chain of more additions in one place of the program is a loop
 
 def retained(run: Simulation) -> Mapping[Node, Reason]:
     """Return the calls that stay FP32 as under autocast, and why."""
-    fp32: dict[Node, None] = {
-        n: None for n in run.graph.nodes if n.op.startswith("call") and run.under_autocast(n) == torch.float32
-    }
+    calls = (n for n in run.graph.nodes if n.op.startswith("call"))
+    fp32 = dict.fromkeys(n for n in calls if run.under_autocast(n) == torch.float32)
     choosing = (n for n in run.graph.nodes if _chooses(n))
     return {
         **dict.fromkeys(_small(fp32), Code.SMALL("it has at most about a thousand elements")),

@@ -86,23 +86,14 @@ class Simulation:
         self.named = keys(self.graph.nodes) if self.policy.ops else {}
         self.stacks = module_types(self.graph) if self.policy.modules else {}
         self.elsewhere = elsewhere(self.graph, self.device)
-        self.restart()
 
-    def restart(self) -> None:
-        """Reset everything except the pinned alias sets."""
+    def run(self) -> None:
+        """Colour all nodes, in order; of an earlier run only the pinned alias sets are left."""
         self.colours: dict[Node, Choice] = {}  # the decisions so far
         self.dtypes: Dtypes = {**self.original, **self.border.inputs}  # of what the run has reached, else the original
         self.upcast: set[Node] = set()  # values that the user has upcast, and results of ops that only move them
         self.bodies: dict[Node, Simulation] = {}  # the runs through the bodies of higher-order ops
         self.extremes = Extremes(self.low)  # values that the low dtype cannot hold
-
-    def under_autocast(self, node: Node) -> ValueDtype:
-        """Return the dtypes that autocast gives a value; None if that is not known."""
-        return None if self.reference is None else self.reference.dtypes.get(node)
-
-    def run(self) -> None:
-        """Colour all nodes, in order."""
-        self.restart()
         for node in self.graph.nodes:
             floats: list[ops.Operand] = []
             if node.op.startswith("call"):
@@ -117,6 +108,10 @@ class Simulation:
                 elif not row.asks and (floats or is_floating(self.original[node])):
                     self.rules.visit(self, node, floats)
             self.rules.learn(self, node, floats)
+
+    def under_autocast(self, node: Node) -> ValueDtype:
+        """Return the dtypes that autocast gives a value; None if that is not known."""
+        return None if self.reference is None else self.reference.dtypes.get(node)
 
     def returned(self) -> Dtypes:
         """Return the dtype that each output of the graph must have."""
@@ -201,13 +196,10 @@ def elsewhere(graph: Graph, device: str) -> set[Node]:
         return {n for n, each in devices.items() if each != device}
     if device == "cpu":
         return set()
-    apart = {n for n in graph.nodes if "val" in n.meta and not _has_tensors(n.meta["val"])}  # numbers are anywhere
+    leaves = {n: pytree.tree_leaves(n.meta["val"]) for n in graph.nodes if "val" in n.meta}
+    apart = {n for n, values in leaves.items() if not any(isinstance(v, Tensor) for v in values)}  # numbers
     for node in (n for n in graph.nodes if n.op.startswith("call")):
         moved = any(isinstance(value, torch.device) for value in (*node.args, *node.kwargs.values()))
         if "cpu" in (node.target, *node.args) or not (moved or set(node.all_input_nodes) - apart):
             apart.add(node)
     return apart & devices.keys()
-
-
-def _has_tensors(value: Any) -> bool:
-    return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))

@@ -16,16 +16,7 @@ from torch.fx import Graph, Node
 from ...contract.reasons import Code, Reason
 from ...graph.grad import grad_modes, requires_grad
 from ...graph.notes import note_of
-from ...graph.values import (
-    ELIGIBLE,
-    LOW_DTYPES,
-    Dtypes,
-    dtype_owner,
-    dtype_reference,
-    is_floating,
-    literal_dtype,
-    module_path,
-)
+from ...graph.values import LOW_DTYPES, Dtypes, dtype_owner, dtype_reference, is_floating, literal_dtype, module_path
 from ...ops import ops
 from ...ops.rules import row_of
 
@@ -113,7 +104,7 @@ def _restores(node: Node, original: Dtypes, dtypes: Dtypes) -> torch.dtype | Non
             value: Any = n.args[0] if n.args else None
             upcasts = literal_dtype(n) == torch.float32 == original.get(value)
             dtype = dtypes.get(value)
-            if upcasts and isinstance(dtype, torch.dtype) and dtype in ELIGIBLE:  # else it was no upcast
+            if upcasts and isinstance(dtype, torch.dtype):
                 return dtype
             nearer.append(n)
         front = nearer

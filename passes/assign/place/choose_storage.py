@@ -91,7 +91,15 @@ def _recoloured(node: Node, choice: Choice, side: torch.dtype, dtypes: Dtypes, u
     if uses.takes_either(node):  # it reads its operands in the dtypes in which they are stored
         floats = [d for o in ops.operands(node) if isinstance(d := dtypes[o.node], torch.dtype) and d in ELIGIBLE]
         return replace(choice, dtype=functools.reduce(torch.promote_types, floats)) if floats else choice
-    placed = choice.edited(*_casts(node, choice, side, dtypes, uses), but=Cast)
+
+    def wanted(operand: ops.Operand) -> ValueDtype:
+        if dtypes[operand.node] not in ELIGIBLE:
+            return choice.casts.get(operand.place)
+        return uses.wanted(node, operand.place, side)
+
+    # The user's upcast needs no cast of ours.
+    casts = () if uses.upcasts(node) else operand_casts(dtypes, ops.operands(node), wanted)
+    placed = choice.edited(*casts, but=Cast)
     if dtypes[node] != before[node] and node in uses.free:
         word = "FP32" if side == torch.float32 else "low"
         why = Code.CUT(f"stored {word}, which {costs.objective} ({choice.reason.code})")
@@ -103,19 +111,6 @@ def _recoloured(node: Node, choice: Choice, side: torch.dtype, dtypes: Dtypes, u
         dtype: Any = first_float(dtypes[node])
         placed = placed.edited(SetDtype(dtype), but=SetDtype)  # the dtype that it follows has changed
     return placed
-
-
-def _casts(node: Node, choice: Choice, side: torch.dtype, dtypes: Dtypes, uses: Uses) -> tuple[Cast, ...]:
-    """Return the casts of a node, given how the cut stores its operands."""
-    if uses.upcasts(node):  # the user's upcast needs no cast of ours
-        return ()
-
-    def wanted(operand: ops.Operand) -> ValueDtype:
-        if dtypes[operand.node] not in ELIGIBLE:
-            return choice.casts.get(operand.place)
-        return uses.wanted(node, operand.place, side)
-
-    return operand_casts(dtypes, ops.operands(node), wanted)
 
 
 class Uses:
@@ -145,11 +140,7 @@ class Uses:
 
     def follows(self, reader: Node, where: Position) -> bool:
         """Say whether an operand must have the dtype of its reader, whichever dtype is chosen for that."""
-        if reader not in self.free:
-            return False
-        row = row_of(reader)
-        cast = where[0] not in row.uncast and (not row.cast_arguments or where[0] in row.cast_arguments)
-        return cast and where not in self.scalars[reader]
+        return reader in self.free and where[0] not in row_of(reader).uncast and where not in self.scalars[reader]
 
     def wanted(self, reader: Node, where: Position, dtype: torch.dtype) -> ValueDtype:
         """Return the dtype that an operand must have if its reader is to run in a dtype."""

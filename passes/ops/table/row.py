@@ -60,7 +60,6 @@ class Kind:
 class Operands:
     """Which operands are cast, what the kernel takes as it is, and the dtypes of what it gives."""
 
-    cast_arguments: tuple[str, ...] = ()  # arguments that are cast; () for every floating one
     uncast: tuple[str, ...] = ()  # arguments that are never cast to low: statistics, affine parameters, tables
     affine: tuple[str, ...] = ()  # arguments that are applied to its result, so that another op may apply them
     same_dtype: bool = False  # the kernel rejects operands of different float dtypes, so all of them are cast to one
@@ -189,12 +188,6 @@ class Rule(Bodies, Numerics, Aliasing, Operands, Kind):
         """The kind of its first output; "" if that is no tensor."""
         return self.out[0] if self.out else ""
 
-
-# The columns of a table of all ops; one op is shown with every column that says something.
-SUMMARY = (
-    "name", "cpu", "cuda", "reason", "sensitive", "uncast", "same_dtype", "casts_out", "dtype_arg", "out",
-    "commutes", "no_low", "since", "until",
-)  # fmt: skip
 
 # What is known of an op that has no row, and of such a higher-order op, whose name shows that it is one.
 UNKNOWN = Rule("", Kinds(KEEP), "unknown op", known=False)

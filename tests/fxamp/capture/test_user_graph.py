@@ -179,6 +179,16 @@ def test_sizes_that_vary_or_that_a_trace_knows_nothing_of_are_taken() -> None:
 # Modes, dtypes and autocast around a graph.
 
 
+def test_a_norm_that_is_split_beyond_autocast_is_read_from_a_pickle() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)), torch.randn(4, 8)
+    view = fxamp.convert(model, (x,), policy="O2,dtype=bf16")
+    assert fxamp.plan_of(view).edits["split-norms/norm"] == 1
+    (graph,) = fxamp.graphs(view)
+    made = pickle.loads(pickle.dumps(graph))
+    assert [n.target for n in made.graph.nodes] == [n.target for n in graph.graph.nodes]
+    torch.testing.assert_close(made(x), graph(x), rtol=0, atol=0)
+
+
 def test_a_graph_keeps_its_mode_and_says_so_when_another_is_asked_for() -> None:
     def drops(self: Any, x: Tensor) -> Any:
         return F.dropout(self.l(x), training=self.training)

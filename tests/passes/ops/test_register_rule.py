@@ -43,6 +43,7 @@ def test_a_registered_rule_is_looked_up_and_listed(registry: dict[str, Rule]) ->
         ("my::op", "low", {"same_dtype": 1}, "takes a bool"),
         ("softmax", "low", {}, "Policy"),
         (torch.ops.aten.softmax.int, "low", {}, "Policy"),
+        (torch.ops.aten.absolute, "low", {}, "Policy"),  # a synonym of abs
         (3, "low", {}, "not an operator"),
     ],
 )
