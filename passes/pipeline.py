@@ -27,7 +27,7 @@ from .contract.costs import CostModel
 from .contract.errors import PlanError, PolicyError, VerificationError
 from .contract.plan import Plan
 from .contract.plan_format import REMEDY
-from .contract.policy import Policy, Target, check_used
+from .contract.policy import Level, Policy, Target, check_used
 from .form import Assignment, Ensures, Pass, Unit
 from .graph.bodies import Border, all_graphs, bodies_of, is_pure
 from .graph.notes import Origin, is_inserted, note, note_origins
@@ -67,7 +67,7 @@ class Pipeline:
             rewrite=(
                 InsertCasts(),
                 EliminateCasts(policy.sharing),
-                SplitNorms(policy.level),
+                *((SplitNorms(),) if policy.level.stores_low else ()),
                 RunUnderAutocast(),
                 Annotate(),
             ),
@@ -79,7 +79,7 @@ class Pipeline:
         return tuple(step.name for step in (*self.prepare, self.decide, *self.rewrite))
 
 
-NAMES = Pipeline.of(Policy()).names
+NAMES = Pipeline.of(Policy(level=Level.O2)).names
 
 
 def compile_graph(

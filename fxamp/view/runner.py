@@ -27,6 +27,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from passes._torch import in_transform, pytree
 from passes.contract.errors import CaptureError, FxampError, PolicyError
@@ -537,7 +538,8 @@ _NOTHING = "no op was captured"
 def _versions(call: Call) -> list[int]:
     """Return how often each tensor of a call was written: of its arguments, and those that its model holds."""
     values = (*pytree.tree_leaves((call.args, call.kwargs)), *call.model.parameters(), *held(call.model).values())
-    return [value._version for value in values if isinstance(value, Tensor) and not value.is_inference()]
+    tensors = (value for value in values if isinstance(value, Tensor) and not is_lazy(value))
+    return [tensor._version for tensor in tensors if not tensor.is_inference()]
 
 
 def _restore_autocast(device: str, on: bool, dtype: torch.dtype) -> None:

@@ -15,7 +15,6 @@ from typing import ClassVar
 import torch
 from torch.fx import Node
 
-from ..contract.policy import Level
 from ..form import Ensures, Unit
 from ..graph.grad import requires_grad
 from ..graph.values import LOW_DTYPES
@@ -27,16 +26,14 @@ from ..runtime import norms
 
 @dataclass(frozen=True)
 class SplitNorms:
-    """Split the norms of a graph, at levels that run more in 16 bits than autocast does."""
+    """Split the norms of a graph; for levels that run more in 16 bits than autocast does."""
 
     name: ClassVar = "split-norms"
     ensures: ClassVar = Ensures.DTYPES
-    level: Level
 
     def __call__(self, unit: Unit) -> dict[str, int]:
         """Call the parts of each norm, in place of the norm."""
-        nodes = unit.graph.nodes if self.level.stores_low else ()
-        low = [n for n in nodes if row_of(n).affine and unit.decided.dtypes[n] in LOW_DTYPES]
+        low = [n for n in unit.graph.nodes if row_of(n).affine and unit.decided.dtypes[n] in LOW_DTYPES]
         grad = requires_grad(unit.graph) if low else frozenset()
         split = [n for n in low if _sums_low(unit, n, grad)]
         for node in split:

@@ -147,11 +147,12 @@ def name(node: Node) -> str:
 class OpView:
     """A call as analyses read it, worked out once for a node as it is: they ask for its name a hundred times."""
 
-    __slots__ = ("args", "kwargs", "name", "names", "op", "operands", "row", "schema", "target", "values")
+    __slots__ = ("args", "inputs", "kwargs", "name", "names", "op", "operands", "row", "schema", "target", "values")
 
     def __init__(self, node: Node, op: str, target: Any, args: Any, kwargs: Any) -> None:
         # Whoever changes a node gives it other objects, so its view holds as long as these are the same.
         self.op, self.target, self.args, self.kwargs = op, target, args, kwargs
+        self.inputs = node.all_input_nodes
         self.name = _name(node) if op in _OPERATIONS else ""
         self.row: Any = None  # what is known of the op, once `rules.row_of` has looked it up
         self.values: list[Any] | None = None  # of the nodes that it reads; on these depends what `read` finds
@@ -184,7 +185,8 @@ def view_of(node: Node) -> OpView:
 
 def _full_view(node: Node) -> OpView:
     """Return the view of a call, with its overload and its operands."""
-    view, values = view_of(node), [n.meta.get("val") for n in node.all_input_nodes]
+    view = view_of(node)
+    values = [n.meta.get("val") for n in view.inputs]
     if view.values is None or not all(map(operator.is_, values, view.values)):
         view.read(node, values)
     return view
