@@ -22,7 +22,7 @@ GUIDES = sorted(ROOT.glob(".github/docs/*.md"))
 PAGES = [p for p in (README, *GUIDES) if re.search("^```sh$", p.read_text(encoding="utf-8"), re.MULTILINE)]
 # A block of a file or of commands, a command within a sentence, a link to the block of another page.
 PARTS = re.compile(
-    r"^```(?P<language>\w+)\n(?P<block>.*?)^```$|`(?P<command>fxamp [^`]*\w\.py:\w[^`]*)`|"
+    r"^```(?P<language>\w+)\n(?P<block>.*?)^```$|`(?P<command>fxamp\s[^`]*\w\.py:\w[^`]*)`|"
     r"\[(?P<file>\w+\.\w+)\]\((?P<page>[\w./]+\.md)#[\w-]+\)",
     re.DOTALL | re.MULTILINE,
 )
