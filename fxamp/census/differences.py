@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from passes.contract.plan import Decision
 from passes.contract.policy import dtype_name
+from passes.graph.bodies import Body, all_graphs
 from passes.graph.notes import is_inserted
-from passes.ops.rules import row_named
+from passes.ops.rules import row_named, row_of
 from passes.runtime.casts import again
 
 from ..observe.watch import LOW_NAMES, Dtypes, Place, Ran, Seen, Sum, Watch, dtypes_in
@@ -123,6 +125,10 @@ def of_products(watch: Watch) -> tuple[list[Difference], list[Difference]]:
         if not seen.product or place.kind not in ("node", "region"):
             continue
         ran, planned = watch.graphs[place.graph], _planned_colours(place, watch)
+        inside += [
+            Difference("dtype", d.key, d.colour, seen.dtype, "in a body", place.graph, total.flops)
+            for d in _attention_inside(ran, place) if seen.op.endswith("bmm") and d.colour != seen.dtype
+        ]  # fmt: skip
         if planned and seen.dtype not in planned:
             attends = seen.op.endswith("bmm") and any(d.op == _ATTENTION for d in ran.decisions.values())
             graph = f"attention of graph {place.graph}" if attends else f"graph {place.graph}"
@@ -133,6 +139,16 @@ def of_products(watch: Watch) -> tuple[list[Difference], list[Difference]]:
             casts = place in casting if place.kind == "node" else attends
             (inside if casts else differ).append(found)
     return differ, inside
+
+
+def _attention_inside(ran: Ran, place: Place) -> list[Decision]:
+    """Return the decisions on attention inside a node with graphs, as a checkpoint: what they run is the node's."""
+    if place.kind != "node" or (node := ran.emitted.get(place.where)) is None or not row_of(node).bodies:
+        return []
+    whole = Body(ran.known.emitted, None)
+    every = all_graphs(whole.graph, whole.bodies())
+    here = [every.index(g) for b in whole.bodies().get(node, ()) for g in all_graphs(b.graph, b.bodies())]
+    return [d for d in ran.known.plan.decisions if d.graph in here and d.op == _ATTENTION]
 
 
 def _planned_colours(place: Place, watch: Watch) -> set[str]:

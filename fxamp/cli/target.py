@@ -45,7 +45,7 @@ def step_of(made: tuple[Any, Any, Any], needs: str, loss: Callable[..., Any] | N
     """Return a model or a TrainStep, its inputs as every diagnostic takes them, and what its loss compares with.
 
     Raises:
-        FxampError: There is no batch, and who `needs` one.
+        FxampError: There is no batch, and who `needs` one; or a batch has a target, and there is no loss.
     """
     model, args, kwargs = made
     if args is None and kwargs is None:
@@ -53,6 +53,11 @@ def step_of(made: tuple[Any, Any, Any], needs: str, loss: Callable[..., Any] | N
     pair = kwargs is None and isinstance(args, (tuple, list)) and len(args) == 2
     if pair and (_compares(loss) if isinstance(model, nn.Module) else getattr(model, "loss_fn", None) is not None):
         return model, *args
+    if pair and loss is None and isinstance(model, nn.Module) and _has_target(model, *args):
+        raise FxampError(
+            "the target returns (model, (inputs, target)): give the loss of them, a function of output and target, by "
+            "--loss, such as --loss net.py:loss"
+        )
     if isinstance(model, nn.Module):
         return model, _batch(model, args, kwargs), None
     return model, args, kwargs
@@ -69,6 +74,21 @@ def _compares(loss: Callable[..., Any] | None) -> bool:
     except ValueError:  # a builtin without a signature
         return False
     return False
+
+
+def _has_target(model: nn.Module, first: Any, second: Any) -> bool:
+    """Say whether a model takes the first of a pair, and not both."""
+    if isinstance(first, dict):
+        return _binds(model, **first)
+    return not _binds(model, first, second) and _binds(model, first)
+
+
+def _binds(model: nn.Module, *args: Any, **kwargs: Any) -> bool:
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def _batch(model: nn.Module, args: Any, kwargs: Any) -> Any:

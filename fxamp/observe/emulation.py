@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -38,6 +39,9 @@ from .interpret import Run
 from .places import OUTPUT, author_keys, node_keys, readers
 from .watch import floats_in
 from .workload import floats
+
+# How Dynamo names an input of a view: L['args'][0] or L['kwargs']['mask'].
+_ARGUMENT = re.compile(r"l_(?:args_(\d+)|kwargs_(\w+))_")
 
 _TO_LOW = ("half", "bfloat16")  # methods
 _UNCHANGED = (again, cast_floating, cast_weight)  # casts of the runtime: their first argument is what is cast
@@ -84,7 +88,11 @@ class Site:
         first: Any = self.node
         while isinstance(first, Node) and is_ours(first):
             first = first.args[0]
-        return f"cast of {ops.name(first) if first.op.startswith('call') else self.names.get(first.name, first.name)}"
+        if first.op.startswith("call"):
+            return f"cast of {ops.name(first)}"
+        argument = _ARGUMENT.fullmatch(first.name)
+        name = f"input {argument[1] or argument[2]}" if argument else first.name
+        return f"cast of {self.names.get(first.name) or name}"
 
 
 @dataclass(frozen=True)

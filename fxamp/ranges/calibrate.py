@@ -123,8 +123,11 @@ class _Ranges:
     def _look(self, key: str, backward: bool, t: Tensor | None) -> None:
         if t is None or not t.numel():  # an author's own backward may leave a gradient out
             return
+        t = t.detach()
+        if not backward:  # -inf masks, and FP16 holds it
+            t = t.nan_to_num(nan=math.nan, posinf=math.inf, neginf=0.0)
         # In the order of memory, so that a transposed value is not copied.
-        t = t.detach().permute(sorted(range(t.dim()), key=t.stride, reverse=True)).reshape(-1)
+        t = t.permute(sorted(range(t.dim()), key=t.stride, reverse=True)).reshape(-1)
         sample = t[:: -(-t.numel() // _SAMPLE)]
         self._seen.append((key, backward, *torch.aminmax(t), sample.clone() if sample.numel() < t.numel() else sample))
 

@@ -40,6 +40,7 @@ MEANT = {  # by arguments of other trainers
     **dict.fromkeys(("grad_scaler", "loss_scale", "loss_scaler"), "scaler="),
     **dict.fromkeys(("criterion", "loss"), "loss_fn="), "lr_scheduler": "scheduler=",
     **dict.fromkeys(("policy", "dtype", "precision"), "fxamp.convert(model, policy=...), and give its view"),
+    "on_collapse": "`except fxamp.ScaleCollapseError as error: step.switch(error.overflow.policy)` round its calls",
 }  # fmt: skip
 
 

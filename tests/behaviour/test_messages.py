@@ -69,6 +69,9 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] 
         lambda: fxamp.convert(lambda x: x, (X,)), fxamp.NotAModuleError,  # type: ignore[arg-type]
         ("not function: make it the forward of a module",),
     ),
+    "on_collapse=": (
+        lambda: step(on_collapse="recolour"), TypeError, ("'on_collapse': write `except fxamp.ScaleCollapseError",),
+    ),
     "grad_clip=": (
         lambda: step(grad_clip=1.0), TypeError, ("TrainStep() has no argument 'grad_clip': write max_grad_norm=",),
     ),

@@ -42,7 +42,8 @@ def run_examples(page: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Run the examples of a page one after the other, and return the names that they leave."""
     module = types.ModuleType("readme")
     monkeypatch.setitem(sys.modules, "readme", module)  # Dynamo looks up the globals of a function there
-    for number, block in enumerate(b for b in blocks(text_of(page), "python") if not b.startswith("# train.py\n")):
+    snippets = [b for b in blocks(text_of(page), "python") if not re.match(r"# \w+\.py\n", b)]  # no files of commands
+    for number, block in enumerate(snippets):
         with warnings.catch_warnings():
             if page.stem in OTHERS:
                 warnings.simplefilter("ignore")
@@ -54,7 +55,7 @@ def run_examples(page: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     "page",
     [
         # What they call is tested in tests/fxamp, by diagnostic, and integrations, on models that take less long.
-        pytest.param(page, id=page.stem, marks=pytest.mark.matrix if page.stem in SLOW else ())
+        pytest.param(page, id=page.stem, marks=pytest.mark.slow if page.stem in SLOW else ())
         for page in (README, *sorted(GUIDES.glob("*.md")))
     ],
 )
@@ -71,7 +72,7 @@ def test_the_examples_of_a_page_run_one_after_the_other(
         assert [(d.op, d.colour) for d in base] == [("linear", "bfloat16")]
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_the_script_for_many_ranks_runs_by_the_line_that_is_printed(tmp_path: Path) -> None:
     text = text_of(GUIDES / "ranks.md")
     launcher, *line = blocks(text, "sh")[0].split()

@@ -96,18 +96,21 @@ def folded(changes: Iterable[Change], places: Mapping[str, Place]) -> list[str]:
 
     A node that changes alike in several states counts once.
     """
-    totals: dict[str, list[str]] = {}
+    totals: dict[str, dict[str, str]] = {}
     groups: dict[tuple[str, str, str], dict[str, None]] = {}
     for kind, key, text in rows(changes):
         if key == PLAN_KEY and (total := _TOTAL.fullmatch(text)):
-            totals.setdefault(total[1], []).append(f"{total[3]}{total[2] or ''}")
+            totals.setdefault(total[1], {})[total[2] or ""] = total[3]
             continue
         node = key.partition(":")[2] if key.partition(":")[0].isdigit() else key
         place = places.get(key) or places.get(node)
         where = f"  ({place.file}:{place.line})" if place is not None else ""
         op = node.rpartition("/")[2].partition("#")[0] if key[0] != "(" else str(len(groups))
         groups.setdefault((SIGNS[kind], f"{text}{where}", op), {})["" if key[0] == "(" else node] = None
-    out = [f"{SIGNS['changed']} {label}: {'; '.join(values)}" for label, values in totals.items()]
+    out = []
+    for label, values in totals.items():
+        whole = " (all states)" if len(values) > 1 else ""
+        out.append(f"{SIGNS['changed']} {label}: {'; '.join(f'{v}{state or whole}' for state, v in values.items())}")
     for (sign, text, _), nodes in groups.items():
         first, more = next(iter(nodes)), len(nodes) - 1
         out.append(f"{sign} {first}{f' and {more} more' if more else ''}{'  ' if first else ''}{text}")

@@ -683,6 +683,23 @@ def test_attention_that_casts_inside_runs_as_planned_and_says_so(backend: str) -
     assert any("attention" in n and "casts inside and computes products in float32" in n for n in found.notes)
 
 
+def test_attention_that_casts_inside_a_checkpoint_is_named() -> None:
+    class Attention(Net):
+        def attend(self, x: Tensor) -> Tensor:
+            q = x.view(6, 2, 2, 4)
+            return nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=0.1).reshape(6, 16)
+
+        def between(self, x: Tensor) -> Tensor:
+            out: Tensor = checkpoint(self.attend, x, use_reentrant=False)
+            return out
+
+    found = fxamp.census(fxamp.convert(Attention(), policy=O1), X, loss=lambda out: out.square().mean())
+    assert found, said(found)
+    notes = [n for n in found.notes if "casts inside" in n]
+    assert len(notes) == 1
+    assert notes[0].endswith("computes products in float32: /scaled_dot_product_attention#0")
+
+
 def test_a_plan_is_not_read_aloud() -> None:
     """Without a change the graphs of the two tests above run as planned."""
     assert changed(lambda graph: None)

@@ -165,17 +165,3 @@ def test_a_signal_ends_it_without_a_traceback(verb: list[str], number: int, stat
     assert "Traceback" not in error
     assert f"fxamp: {said}" in error
     assert not list(Path.cwd().glob(".fxamp-*"))
-
-
-def test_the_commands_of_the_readme_run_one_after_the_other_in_an_empty_folder() -> None:
-    guide = (ROOT / ".github" / "docs" / "checking.md").read_text(encoding="utf-8")
-    Path("net.py").write_text(guide[guide.index("# net.py\n") :].partition("```")[0], encoding="utf-8")
-    told = [
-        (("census", "net.py:make"), "bfloat16  5           2.69e-06  100.0"),
-        (("init", "net.py:make"), "wrote [tool.fxamp.targets.net] to pyproject.toml; next: fxamp check --update"),
-        (("check", "--update"), "net: wrote net.plan.json"),
-        (("check",), "net: as planned"),
-    ]
-    for words, said in told:
-        done = command(*words)
-        assert (done.returncode, said in done.stdout) == (0, True), done

@@ -39,6 +39,10 @@ def pair():
     return Net(), (X, Y)
 
 
+def keywords():
+    return Net(), ({"x": X}, Y)
+
+
 def large():
     model = Net()
     nn.init.constant_(model.up.weight, 1e4)
@@ -97,6 +101,12 @@ def test_a_census_says_what_ran_under_what(said: Any, policy: list[str], dtype: 
     assert {tuple(set(row["operands"])) for row in data["ran"] if row["product"]} == {(dtype,)}
     assert (note in " ".join(data["notes"])) if note else (data["planned"] is not None)
     assert not any("mean of the float outputs" in text for text in data["notes"])  # the loss is the one given
+
+
+@pytest.mark.parametrize("target", ["pair", "keywords"])
+def test_inputs_and_a_target_without_a_loss_ask_for_one(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["census", f"net.py:{target}"]) == 2
+    assert "returns (model, (inputs, target)): give the loss of them" in capsys.readouterr().err
 
 
 def test_a_census_of_a_step_is_by_its_own_plan(said: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -564,3 +564,13 @@ def test_gradients_are_estimated_across_a_break_at_a_transposed_value() -> None:
     parts = report["O1"].by("module", "gradient")
     assert parts["first"] > 0
     assert parts["last"] > 0
+
+
+def test_the_cast_of_an_input_is_named_as_the_call_names_it() -> None:
+    x = torch.randn(4, 8)
+    model = nn.Linear(8, 2)
+    for inputs, name in ((x, "0"), ({"input": x}, "input")):
+        found = fxamp.estimate_error(
+            model, inputs, loss=lambda output: output.square().mean(), policies="O1,dtype=bf16"
+        )
+        assert f"cast of input {name}" in {node.what for node in found["O1,dtype=bf16"].nodes}

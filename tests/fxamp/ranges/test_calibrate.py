@@ -54,6 +54,33 @@ def test_ranges_are_those_of_the_model_in_fp32() -> None:
     assert all(held.not_finite == 0 for held in (*found.values.values(), *found.gradients.values()))
 
 
+class Padded(nn.Module):
+    """Self-attention over sequences of different lengths, whose padding torch masks with -inf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        padding = torch.arange(x.shape[1]) >= lengths[:, None]
+        out: Tensor = self.attention(x, x, x, key_padding_mask=padding, need_weights=False)[0]
+        return out
+
+
+def test_the_mask_of_a_padded_batch_is_not_too_large_for_fp16() -> None:
+    x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
+    model, inputs = Padded(), (x, torch.tensor([4, 2]))
+    found = fxamp.calibrate(model, inputs, loss=mean_square)
+    assert "0 nodes too large" in str(found)
+    assert all(held.not_finite == 0 for held in found.values.values())
+    views = [fxamp.convert(model, inputs, policy=FP16, calibration=ranges) for ranges in (None, found)]
+    plain, calibrated = ([(d.key, d.colour) for d in fxamp.plan_of(view).decisions] for view in views)
+    assert plain == calibrated
+    with torch.no_grad():
+        model.attention.out_proj.weight[0, 0] = torch.inf
+    assert any(held.not_finite for held in fxamp.calibrate(model, inputs, loss=mean_square).values.values())
+
+
 @pytest.mark.parametrize("affine", [True, False])
 def test_norms_are_bounded_by_their_size_and_their_weights(affine: bool) -> None:
     def norms(self: Any, x: Tensor, scale: Tensor) -> Tensor:

@@ -162,9 +162,9 @@ def test_a_node_that_changes_alike_in_two_states_counts_once_and_otherwise_twice
     wide, half = ("colour", "bfloat16", "float32"), ("colour", "float16", "float32")
     nodes = [("0/mm#0", *wide), ("1/mm#0", *wide), ("1:0/mm#0", *wide), ("1:1/mm#0", *half)]
     totals = [("(plan)", f"casts ({state})", "2", str(n)) for state, n in (("train", 4), ("eval", 3))]
-    changes = [Change("changed", *one) for one in (*totals, *nodes)]
+    changes = [Change("changed", *one) for one in (*totals, ("(plan)", "casts", "4", "7"), *nodes)]
     assert folded(changes, {key: Place("net.py", 3) for key in ("0/mm#0", "1/mm#0")}) == [
-        "! casts of the forward: 2 -> 4 (train); 2 -> 3 (eval)",
+        "! casts of the forward: 2 -> 4 (train); 2 -> 3 (eval); 4 -> 7 (all states)",
         "! 0/mm#0 and 1 more  runs in: bfloat16 -> float32  (net.py:3)",
         "! 1/mm#0  runs in: float16 -> float32  (net.py:3)",
     ]
