@@ -113,7 +113,9 @@ class Frames:
         """Forget what became of frames: of those that were refused, by their texts, or of all."""
         if refused is None:
             self._graphs.clear()
+            self._attempts.clear()
             self.outside.clear()
+            self.opaque = False
         kept = self.refused.items() if refused is not None else ()
         self.refused = {code: text for code, text in kept if text not in (refused or ())}
 
