@@ -101,7 +101,7 @@ def same_attributes(model: nn.Module) -> Iterator[None]:
     A model may add hooks at its first call, and note in an attribute that it has: without the hooks' tables it would
     add them twice.
     """
-    with _same_containers(reached(model)[0]):
+    with same_containers(reached(model)[0]):
         yield
 
 
@@ -117,7 +117,7 @@ def same_objects(roots: Iterable[Any]) -> Iterator[None]:
     tensors |= {id(p): p for root in roots if isinstance(root, nn.Module) for p in root.parameters()}
     leaves = [(t, t.grad, t.requires_grad) for t in tensors.values() if t.is_leaf]
     tensors |= {id(gradient): gradient for _, gradient, _ in leaves if gradient is not None}
-    with kept(tensors.values()), _same_containers(containers):
+    with kept(tensors.values()), same_containers(containers):
         try:
             yield
         finally:
@@ -128,7 +128,8 @@ def same_objects(roots: Iterable[Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _same_containers(containers: Iterable[Any]) -> Iterator[None]:
+def same_containers(containers: Iterable[Any]) -> Iterator[None]:
+    """Give back what lists, dicts, sets and queues hold, by reference."""
     before = [(container, container.copy()) for container in containers]
     try:
         yield

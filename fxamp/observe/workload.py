@@ -14,7 +14,7 @@ from passes._torch import pytree
 from passes.contract.errors import PolicyError
 
 from ..errors import NoKernelError, NoLossError
-from .snapshot import fresh, same_attributes, same_random_state
+from .snapshot import fresh, same_containers, same_random_state
 from .tensors import kept, reached
 
 MEAN = "the loss was the mean of the float outputs: no loss was given, and the output has none"
@@ -46,8 +46,9 @@ def as_before(model: nn.Module, written: Collection[int] | None = None) -> Itera
     before = [(p, p.grad, p.requires_grad) for p in parameters]
     restored = [p for p in parameters if written is None or id(p) in written]
     ids = {id(p) for p in parameters}
-    everything = {i: t for i, t in reached(model)[1].items() if i not in ids} | {id(p): p for p in restored}
-    with same_random_state(), same_attributes(model), kept(everything.values()) as found:
+    containers, tensors = reached(model)
+    everything = {i: t for i, t in tensors.items() if i not in ids} | {id(p): p for p in restored}
+    with same_random_state(), same_containers(containers), kept(everything.values()) as found:
         for p in parameters:
             p.grad = None
         try:
