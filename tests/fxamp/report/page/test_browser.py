@@ -421,7 +421,7 @@ def test_text_can_be_read_in_both_colour_schemes(opened: Opened, scheme: str) ->
 
 WIDTHS = (360, 800, 1400, 1900)
 ENDS = (WIDTHS[0], WIDTHS[-1])
-COLUMNS = """() => [...document.querySelectorAll("main section:not([hidden]) .long thead th")].map((th) => {
+COLUMNS = """() => [...document.querySelectorAll("main .long thead th")].filter((e) => e.checkVisibility()).map((th) => {
     const pen = document.createElement("canvas").getContext("2d");
     const { font, paddingLeft, paddingRight } = getComputedStyle(th);
     pen.font = font;
@@ -445,6 +445,15 @@ def test_at_every_width_nothing_scrolls_sideways_and_every_column_can_be_read(op
     page.locator("#tab-graph").click()
     assert overlapping(boxes(page)) == []
     assert page.locator("#canvas").bounding_box()["width"] > 0.6 * width - 250
+
+
+@pytest.mark.parametrize("width", [800, 1000])
+def test_in_a_window_of_a_tablet_the_reason_of_a_node_is_seen_without_scrolling(opened: Opened, width: int) -> None:
+    page = opened(viewport={"width": width, "height": 800})
+    page.locator("#tab-nodes").click()
+    table = page.locator("#node-table table").bounding_box()
+    assert table["x"] + table["width"] <= width
+    assert page.locator("#node-table thead th:visible").all_inner_texts()[-2:] == ["why", "your line"]
 
 
 @pytest.mark.parametrize("width", [w if w in ENDS else pytest.param(w, marks=pytest.mark.matrix) for w in WIDTHS])
