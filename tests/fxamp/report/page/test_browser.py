@@ -421,7 +421,7 @@ def test_text_can_be_read_in_both_colour_schemes(opened: Opened, scheme: str) ->
 
 WIDTHS = (360, 800, 1400, 1900)
 ENDS = (WIDTHS[0], WIDTHS[-1])
-COLUMNS = """() => [...document.querySelectorAll("main .long thead th")].filter((e) => e.checkVisibility()).map((th) => {
+COLUMNS = """() => [...document.querySelectorAll(".long thead th")].filter((e) => e.checkVisibility()).map((th) => {
     const pen = document.createElement("canvas").getContext("2d");
     const { font, paddingLeft, paddingRight } = getComputedStyle(th);
     pen.font = font;
