@@ -56,6 +56,7 @@ struct Hooks final : CUDAHooksInterface {
   bool supportsDilatedConvolutionWithCuDNN() const override { return true; }
   bool supportsDepthwiseConvolutionWithCuDNN() const override { return true; }
   bool supportsBFloat16ConvolutionWithCuDNNv8() const override { return true; }
+  double batchnormMinEpsilonCuDNN() const override { return 0.0; } // CUDNN_BN_MIN_EPSILON of cudnn.h
   long versionCuDNN() const override { return 91000; }
   long versionRuntimeCuDNN() const override { return 91000; }
   long versionCuDNNFrontend() const override { return 11400; }

@@ -43,19 +43,33 @@ class Net(nn.Module):
 def make(**options):
     return Net(**options), (torch.randn(512, 256),)
 
+def images(**options):
+    layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.LazyLinear(4))
+    layers(torch.randn(2, 3, 8, 8))
+    return Scored(layers), (torch.randn(2, 3, 8, 8),)
+
+class Scored(nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x):
+        logits = self.layers(x)
+        return logits.float().logsumexp(1).mean(), logits.detach()
+
 def ask():
     return Net().to("cuda" if torch.cuda.is_available() else "cpu"), (torch.randn(512, 256),)
 
 def alone():
     return Net()
 
-def train(model, args, kwargs, keep=False, low=False, fused=True, read=False, compile=True):
+def train(model, args, kwargs, keep=False, low=False, fused=True, read=False, compile=True, dtype="bfloat16"):
     optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
     function = torch.compile(lambda *args: model(*args)) if compile else model
     kept = []
 
     def step():
-        with torch.autocast("cuda", torch.bfloat16, enabled=low):
+        with torch.autocast("cuda", getattr(torch, dtype), enabled=low):
             loss, output = function(*args)
         kept[:] = [output] if keep else []
         del output
@@ -88,6 +102,13 @@ def test_one_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(device.NAMES, "torch.cuda", ("is_available", "was_here_once"))
     with pytest.raises(MeasureError, match=r"has no torch\.cuda\.was_here_once"):
         device.install()
+
+
+@counted
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_batch_norm_is_counted_in_each_dtype(dtype: str, steps: Callable[..., Breakdown]) -> None:
+    """In FP16 torch asks cuDNN, in BF16 it does not."""
+    assert steps("images", low=True, dtype=dtype).total.kernels > 5
 
 
 @pytest.mark.slow
