@@ -7,6 +7,7 @@ bodies of higher-order ops go through the same passes as the graph around them.
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -123,7 +124,7 @@ def compile_graph(
     if pipeline is not None and (plan is not None or costs is not None):
         raise PolicyError("a pipeline decides by a plan and costs of its own: give them to Pipeline.of.")
     target, steps = Target.of(policy), pipeline or Pipeline.of(policy, plan, exact, costs)
-    with no_autocast():
+    with no_autocast(), _collector_off():
         verify(graph)
         _note(graph, attribute, origins)
         edits: Counter[str] = Counter()
@@ -142,6 +143,18 @@ def compile_graph(
         raise PlanError(f"the plan has more graphs than the {len(units)} of this model; {REMEDY}")
     result = _plan_of(policy, capture, notes, units, edits)
     return result if plan is None else replace(result, timings={**plan.timings, **result.timings})
+
+
+@contextlib.contextmanager
+def _collector_off() -> Iterator[None]:
+    """Have Python collect cycles later: a full collection looks at every object, of which a large graph has many."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _note(graph: Graph, attribute: Callable[[str], Any], origins: Mapping[Node, Origin]) -> None:

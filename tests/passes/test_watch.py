@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
+import gc
 import re
 from collections import Counter
 from typing import Any, ClassVar
@@ -73,6 +75,24 @@ def test_watchers_are_told_before_and_after_every_pass() -> None:
     told.clear()
     compiled()
     assert not told
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("fails", [False, True])
+def test_cycles_are_collected_after_the_passes_alone(fails: bool, enabled: bool) -> None:
+    class Told(Watcher):
+        def after(self, step: object, unit: Unit, edits: object) -> None:
+            assert not gc.isenabled()
+            if fails:
+                raise ValueError("no")
+
+    try:
+        gc.enable() if enabled else gc.disable()
+        with watched(Told()), pytest.raises(ValueError, match="no") if fails else contextlib.nullcontext():
+            compiled()
+        assert gc.isenabled() is enabled
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("ensures", Ensures)
