@@ -225,8 +225,9 @@ def _uncaptured(watch: Watch, views: Mapping[str, Any]) -> Iterator[Difference]:
     Code that is left to Python may compute nothing itself: where graphs ran, and no op outside of them, all is planned.
     """
     computed = any(s.place.inside and s.place.kind in ("outside", "own") and s.computes for s in watch.sums)
-    for model, why in [(model, why) for model, why, planned in watch.missed if computed or not planned]:
-        yield Difference("uncaptured", type(model).__name__, "a captured graph", "a call without it", why)
+    for model, why, planned in watch.missed:
+        if computed or not planned:
+            yield Difference("uncaptured", type(model).__name__, "a captured graph", "a call without it", why)
     for path, runner in views.items():
         if not any(entered is runner for entered in watch.entered):
             where = path or type(runner.model).__name__

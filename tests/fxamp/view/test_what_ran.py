@@ -281,6 +281,21 @@ def test_what_a_first_call_alone_leaves_to_python_is_captured_in_the_second(
 
 
 @pytest.mark.parametrize("deep", [False, True])
+def test_at_o0_gradients_of_such_calls_are_eager_pytorchs(deep: bool) -> None:
+    def gradients(run: Callable[..., Any]) -> list[Any]:
+        model.zero_grad()
+        run(x).square().sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    model, x = Installing(deep), example()
+    expected = gradients(model)
+    model.installed = False
+    view = fxamp.convert(model, policy="O0")
+    for _ in range(3):
+        assert all(map(torch.equal, gradients(view), expected))
+
+
+@pytest.mark.parametrize("deep", [False, True])
 @pytest.mark.parametrize("check", [False, True])
 def test_a_plan_made_ahead_covers_what_a_first_call_alone_leaves_to_python(deep: bool, check: bool) -> None:
     x = example()
