@@ -14,6 +14,7 @@ import html
 import json
 import linecache
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
@@ -29,7 +30,9 @@ from ..record.record import PALETTE, NodeRecord, Record, State, style_of
 
 MOST_NODES = 60_000  # most nodes on a page; browsers are slow with larger files
 MOST_LINES, ROUND = 20_000, 3  # lines of all files; lines shown before and after one that made a node
-SCRIPTS = ("data.js", "layout.js", "drawing.js", "views.js", "main.js")
+# Modules of the script, each after those that it needs when it is read.
+SCRIPTS = ("data.js", "elements.js", "layout.js", "drawing.js", "views.js", "main.js")
+_LINKS = re.compile(r'^import [^;]* from "[^"]*";\n|^export (?=const |function )', re.MULTILINE)
 # Characters that could end the data early in HTML or in the script. In JSON their escapes mean the same text.
 _ENDS = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
 _KINDS = ("node", "input", "attribute")
@@ -169,12 +172,21 @@ def _candidates(file: str) -> Iterator[str]:
 
 def _render(title: str, data: Any) -> str:
     style = _source("page.css") + "".join(f":root{{--{name}-solid:{value}}}" for name, value in PALETTE.items())
-    code = "\n".join(_source(name) for name in SCRIPTS)
+    code = script()
     text = json.dumps(_all_shown(data), ensure_ascii=False, separators=(",", ":")).translate(_ENDS)
     return Template(_source("page.html")).substitute(
         title=html.escape(visible(title)), style=style, code=code, data=text, style_hash=_hash(style),
         code_hash=_hash(code),
     )  # fmt: skip
+
+
+@functools.cache
+def script() -> str:
+    """Return the modules of the page's script as one script, since a page without other files can import none.
+
+    They share no name, so that what each imports is there without it.
+    """
+    return '"use strict";\n\n' + "\n".join(_LINKS.sub("", _source(name)) for name in SCRIPTS)
 
 
 def _all_shown(data: Any) -> Any:

@@ -1,15 +1,36 @@
-"use strict";
-
+// @ts-check
 // The data of the page: nodes, the tree of modules, and what a box of the drawing holds.
-const data = JSON.parse(document.getElementById("data").textContent);
+
+/**
+ * @typedef {{ operand: string, before: string, after: string, bytes: number | null, shared: number }} Cast
+ * @typedef {{ kind: "node" | "input" | "attribute", value: number, name: string, cast: string, bytes: number }} Read
+ * @typedef {{ place: number, graph: number, key: string, op: string, module: string, parts: string[],
+ *   file: string, line: number, code: string, inside: string, colour: string, autocast: string, original: string,
+ *   because: string, reason: string, causes: number[], gives: string, casts: Cast[], reads: Read[], readers: number[],
+ *   bytes: number | null, flops: number | null, saved_bytes: number | null, error?: number, cast_count: number,
+ *   cast_bytes: number, alike: string }} PageNode
+ * @typedef {{ dtype?: (node: PageNode) => string, cast?: (read: Read, node: PageNode) => string, differs?: boolean,
+ *   amount?: "cast_bytes" | "saved_bytes" | "error", unit?: string }} Mode
+ * @typedef {Mode["amount"] | "bytes" | "flops" | "cast_count"} Amount
+ * @typedef {{ id: string, kind: "node" | "module" | "stack" | "group", label: string, path: string, places: number[],
+ *   node?: PageNode, count?: number, each?: number, children?: () => Box[], signature?: string }} Box
+ */
+
+export const data = JSON.parse(document.getElementById("data").textContent);
 const TEXTS = "key op module file code inside colour autocast original because reason gives".split(" ");
+/** @type {["node", "input", "attribute"]} */
+const KINDS = ["node", "input", "attribute"]; // of what a node reads
 const MOST_BOXES = 60; // boxes of one level; longer lists are cut into groups
 
-const text = (number) => data.strings[number];
-const total = (list, value) => list.reduce((sum, one) => sum + (value(one) ?? 0), 0);
-const sum = (places, name) => total(places, (i) => nodes[i][name]);
+/** @type {(number: number) => string} */
+export const text = (number) => data.strings[number];
+/** @type {<T>(list: T[], value: (one: T) => number | null | undefined) => number} */
+export const total = (list, value) => list.reduce((sum, one) => sum + (value(one) ?? 0), 0);
+/** @type {(places: number[], name: Amount) => number} */
+export const sum = (places, name) => total(places, (i) => nodes[i][name]);
 
-const nodes = data.columns.key.map((_, place) => {
+/** @type {PageNode[]} */
+export const nodes = data.columns.key.map((_, place) => {
   const node = { place, error: data.error?.[place], readers: [] };
   for (const [name, column] of Object.entries(data.columns)) {
     node[name] = TEXTS.includes(name) ? text(column[place]) : column[place];
@@ -23,33 +44,34 @@ const nodes = data.columns.key.map((_, place) => {
   node.cast_bytes = total(node.casts, (cast) => cast.bytes);
   return node;
 });
-for (const node of nodes) {
+nodes.forEach((node, place) => {
   // A value is the place of a node, or the number of a name below zero.
-  node.reads = node.reads.map(([kind, value, cast]) => {
+  node.reads = data.columns.reads[place].map(([kind, value, cast]) => {
     const name = value < 0 ? text(-1 - value) : nodes[value].key;
     if (value >= 0) nodes[value].readers.push(node.place);
     const bytes = node.casts.find((made) => made.operand === name)?.bytes ?? 0;
-    return { kind: ["node", "input", "attribute"][kind], value, name, cast: text(cast), bytes };
+    return { kind: KINDS[kind], value, name, cast: text(cast), bytes };
   });
-}
-const several = new Set(nodes.map((node) => node.graph)).size > 1;
-const keyOf = (node) => (several ? `${node.graph}:${node.key}` : node.key);
-const byKey = new Map(nodes.map((node) => [keyOf(node), node.place]));
-const styleOf = (dtype) => data.styles[dtype] || "other";
-const short = (dtype) => dtype.replace("bfloat16", "bf16").replace("float16", "fp16").replace("float32", "fp32");
-const differs = (node) => node.autocast !== node.colour;
-const unlike = (places) => places.filter((i) => differs(nodes[i]));
-const costsKnown = (places) => places.some((i) => nodes[i].bytes !== null);
-const inside = (path, outer) => outer === "" || path === outer || path.startsWith(`${outer}.`);
+});
+export const several = new Set(nodes.map((node) => node.graph)).size > 1;
+export const keyOf = (node) => (several ? `${node.graph}:${node.key}` : node.key);
+export const byKey = new Map(nodes.map((node) => [keyOf(node), node.place]));
+export const styleOf = (dtype) => data.styles[dtype] || "other";
+export const short = (dtype) => dtype.replace("bfloat16", "bf16").replace("float16", "fp16").replace("float32", "fp32");
+export const differs = (node) => node.autocast !== node.colour;
+export const unlike = (places) => places.filter((i) => differs(nodes[i]));
+export const costsKnown = (places) => places.some((i) => nodes[i].bytes !== null);
+export const inside = (path, outer) => outer === "" || path === outer || path.startsWith(`${outer}.`);
 
+/** @type {[number, string][]} */
 const UNITS = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"], [1, ""]];
-function amount(n, unit) {
+export function amount(n, unit) {
   if (n === null || n === undefined) return "not known";
   const [size, prefix] = UNITS.find(([least]) => n >= least) || UNITS[4];
   return `${Number((n / size).toPrecision(3))} ${prefix}${unit}`;
 }
-const counted = (n, what) => `${n} ${what}${n === 1 ? "" : "s"}`;
-const percent = (n) => `${Number(n.toFixed(1))} %`;
+export const counted = (n, what) => `${n} ${what}${n === 1 ? "" : "s"}`;
+export const percent = (n) => `${Number(n.toFixed(1))} %`;
 
 // To which dtype torch.autocast casts what a node reads, "" if it does not: a weight of a product, or a value that was
 // made in another floating dtype.
@@ -60,12 +82,13 @@ function castOfAutocast({ kind, value }, node) {
 }
 
 // To which dtype what a node reads is cast in a drawing that is coloured so, and how many casts some nodes have.
-const castIn = (mode, read, node) => (mode.cast ? mode.cast(read, node) : read.cast);
-const castsIn = (mode, places) => (!mode.cast ? sum(places, "cast_count")
+export const castIn = (mode, read, node) => (mode.cast ? mode.cast(read, node) : read.cast);
+export const castsIn = (mode, places) => (!mode.cast ? sum(places, "cast_count")
   : total(places, (i) => nodes[i].reads.filter((read) => mode.cast(read, nodes[i])).length));
 
 // What a drawing is coloured by: a dtype of each node, whether two differ, or an amount.
-const MODES = {
+/** @type {Record<string, Mode>} */
+export const MODES = {
   policy: { dtype: (node) => node.colour },
   autocast: { dtype: (node) => node.autocast, cast: castOfAutocast },
   original: { dtype: (node) => node.original || node.colour, cast: () => "" },
@@ -76,14 +99,18 @@ const MODES = {
 };
 
 // How many of some nodes run in 16 bit, in FP32 and in neither; or how much of what each weighs.
-function shares(places, dtype = MODES.policy.dtype, weight = () => 1) {
+/**
+ * @type {(places: number[], dtype?: Mode["dtype"], weight?: (node: PageNode) => number | null) =>
+ *   Record<string, number>}
+ */
+export function shares(places, dtype = MODES.policy.dtype, weight = () => 1) {
   const out = { low: 0, fp32: 0, other: 0 };
   for (const i of places) out[styleOf(dtype(nodes[i]))] += weight(nodes[i]) ?? 0;
   return out;
 }
 
 // How much of the arithmetic of a census ran in each dtype, the most first: [[dtype, ops, FLOPs, products], ...].
-function dtypesOf({ ran }) {
+export function dtypesOf({ ran }) {
   const ops = ran.filter((row) => !row.casts);
   const by = Map.groupBy(ops, ({ product, operands, results }) => {
     const dtypes = operands.length ? operands : results;
@@ -105,7 +132,7 @@ function runs(list, together) {
 }
 
 // Cut the nodes of a box into boxes: a node, or what follows each other in one module. `depth`: parts of the path.
-function boxesOf(places, depth, outer) {
+export function boxesOf(places, depth, outer) {
   const pathOf = (i) => {
     const { parts } = nodes[i];
     const list = /^\d+$/.test(parts[depth + 1] || ""); // `layer.0`: a list of modules is no box of its own
@@ -131,7 +158,7 @@ function moduleBox(run, outer) {
 }
 
 // A box in which there is one module and nothing else shows what is in that module.
-const simple = (boxes) => (boxes.length === 1 && boxes[0].kind === "module" ? boxes[0].children() : boxes);
+export const simple = (boxes) => (boxes.length === 1 && boxes[0].kind === "module" ? boxes[0].children() : boxes);
 
 const labelOf = (path, outer) => path.slice(outer ? outer.length + 1 : 0);
 
@@ -168,7 +195,7 @@ function grouped(boxes, path) {
 }
 
 // The tree of the modules that some nodes are in. Equal modules of a list share a branch: `0-11`.
-function moduleTree(places, depth = 0, path = "") {
+export function moduleTree(places, depth = 0, path = "") {
   const below = Map.groupBy(places.filter((i) => nodes[i].parts.length > depth), (i) => nodes[i].parts[depth]);
   const within = (part) => (path ? `${path}.${part}` : part);
   const children = [...below].map(([part, some]) => moduleTree(some, depth + 1, within(part)));

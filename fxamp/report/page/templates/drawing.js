@@ -1,42 +1,10 @@
-// Make elements, as in `element("td.number", { title: "bytes" }, "3 MB")`, of elements and texts, never of markup.
-const ABSENT = [false, null, undefined];
-const NOTHING = [...ABSENT, ""];
-function set(made, attributes) {
-  for (const [key, value] of Object.entries(attributes)) {
-    if (key.startsWith("on")) made[key] = value;
-    else if (key === "style") Object.entries(value).forEach((property) => made.style.setProperty(...property));
-    else if (!ABSENT.includes(value)) made.setAttribute(key, value);
-  }
-}
-const makerOf = (space) => (what, ...content) => {
-  const [name, ...classes] = what.split(".");
-  const made = document.createElementNS(space, name);
-  const attributes = content[0]?.constructor === Object ? content.shift() : {};
-  set(made, { class: classes.join(" ") || null, ...attributes });
-  made.append(...content.flat().filter((child) => !NOTHING.includes(child)));
-  return made;
-};
-const element = makerOf(document.body.namespaceURI);
-const shape = makerOf("http://www.w3.org/2000/svg");
-
-// What keys do in a part of the page. `actions`: from the element that has the focus to {key: action}.
-function keys(host, actions) {
-  host.onkeydown = (event) => {
-    const action = event.altKey || event.ctrlKey || event.metaKey ? null : actions(event.target)?.[event.key];
-    if (!action) return;
-    event.preventDefault();
-    event.stopPropagation();
-    action();
-  };
-}
-
-const pen = document.createElement("canvas").getContext("2d");
-function textWidth(words, font) {
-  pen.font = `${font} system-ui, sans-serif`;
-  return pen.measureText(words).width;
-}
-const shortened = (words, most = 34) => (words.length > most ? `…${words.slice(1 - most)}` : words);
-const clamp = (least, value, most) => Math.max(least, Math.min(most, value));
+// @ts-check
+import {
+  data, total, sum, nodes, keyOf, styleOf, short, differs, unlike, inside, amount, counted, castIn, castsIn, MODES,
+  shares, boxesOf, simple,
+} from "./data.js";
+import { set, shape, keys, textWidth, shortened, clamp, bar } from "./elements.js";
+import { layered } from "./layout.js";
 
 // Heights: a node, a closed module, the title of an open one, its padding, its inputs.
 const [LEAF, CLOSED, TITLE, PADDING, PORT] = [40, 58, 30, 16, 20];
@@ -135,7 +103,7 @@ function spoken({ box, inner }) {
 }
 
 // One drawing: boxes that unfold in place, which are moved and zoomed. `chose` is told which box was chosen, if any.
-function drawing(host, chose) {
+export function drawing(host, chose) {
   let roots = [];
   let open = new Set();
   let mode = MODES.policy;
@@ -151,7 +119,7 @@ function drawing(host, chose) {
   const says = "Drawing of the model: arrows move, Enter unfolds, Escape goes to the module round it";
   const svg = shape("svg.drawing", { role: "group", "aria-label": says }, world);
   const area = shape("rect.seen");
-  const small = shape("svg.minimap", { "aria-hidden": "true" });
+  const small = /** @type {any} */ (shape("svg.minimap", { "aria-hidden": "true" }));
   host.append(svg, small);
 
   function belowOf({ kind, node, places, count, each }) {
@@ -425,7 +393,7 @@ function drawing(host, chose) {
     const { x, y } = spotOf(event);
     zoom(Math.exp(-event.deltaY * (event.ctrlKey ? 0.01 : 0.0015)), x, y);
   }, { passive: false });
-  svg.onclick = (event) => {
+  svg.onclick = (/** @type {any} */ event) => {
     const id = event.target.closest("[data-id]")?.dataset.id;
     if (id && moved <= 4) go(toggle(id), true);
   };

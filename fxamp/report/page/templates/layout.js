@@ -1,6 +1,10 @@
+// @ts-check
 // Lay out boxes in layers from top to bottom, with few crossings and straight edges, in the usual four steps: a layer
 // for each box; a dummy in each layer that an edge passes; layers ordered by the mean place of neighbours; and boxes
 // placed in that order, as near to their neighbours as possible.
+
+import { total } from "./data.js";
+
 const GAP = 26; // between two boxes of a layer
 const LAYER_GAP = 34; // between two layers
 const SWEEPS = 6;
@@ -8,7 +12,7 @@ const DUMMY = 10; // width of an edge in a layer that it passes
 
 // `items`: {width, height}, in the order in which they run; `edges`: {from, to}, two of the items. Gives each item its
 // upper left corner, x and y, and each edge its points; returns the width and height of all.
-function layered(items, edges) {
+export function layered(items, edges) {
   items.forEach((item, order) => Object.assign(item, { order, depth: 0, readers: [], beside: new Set(), trunk: [] }));
   for (const edge of edges) {
     edge.upwards = edge.from.order > edge.to.order; // to an earlier item

@@ -1,5 +1,16 @@
+// @ts-check
 // The page: tiles, the tree of modules, tabs, and what is chosen.
-const byId = (id) => document.getElementById(id);
+
+import {
+  data, total, sum, nodes, keyOf, byKey, styleOf, unlike, inside, amount, counted, percent, MODES, shares,
+  dtypesOf, moduleTree,
+} from "./data.js";
+import { bar, button, byId, element, keys, list, query, terms } from "./elements.js";
+import { drawing } from "./drawing.js";
+import {
+  choose, link, pill, lineOf, why, panelOf, explained, described, nodeTable, totalsTable, sourceTab, censusTab,
+} from "./views.js";
+
 const texts = nodes.map((n) => [n.key, n.op, n.colour, why(n), n.file, lineOf(n), n.code].join("\n").toLowerCase());
 
 let state = data.states[0];
@@ -27,9 +38,9 @@ function fillIn() {
     differ: count, runs: count === 1 ? "operation runs" : "operations run", compiler: state.compiler || null,
     ran: ranLow(),
   };
-  for (const part of document.querySelectorAll("[data-if]")) part.hidden = facts[part.dataset.if] === null;
-  for (const part of document.querySelectorAll("[data-unless]")) part.hidden = facts[part.dataset.unless] !== null;
-  for (const slot of document.querySelectorAll("[data-shows]")) {
+  for (const part of query("[data-if]")) part.hidden = facts[part.dataset.if] === null;
+  for (const part of query("[data-unless]")) part.hidden = facts[part.dataset.unless] !== null;
+  for (const slot of query("[data-shows]")) {
     const { shows, unit } = slot.dataset;
     slot.textContent = unit ? amount(facts[shows], unit) : facts[shows] ?? "?";
   }
@@ -81,7 +92,7 @@ function pickRow(tr) {
 function tree() {
   const { tBodies: [body], tFoot: foot } = byId("tree");
   const root = treeRow(moduleTree(places), null, 1, 1);
-  [root.tabIndex, root.ariaSelected] = [0, true];
+  [root.tabIndex, root.ariaSelected] = [0, "true"];
   body.replaceChildren(root);
   for (let left = 28, at = 0; at < body.rows.length; at++) {
     if (body.rows[at].branch.count) continue;
@@ -123,7 +134,7 @@ function say(content, focus = false) {
 function chooseNode(i, follow = false) {
   chosen = i;
   say(explained(i), follow);
-  for (const row of document.querySelectorAll("tr[data-node]")) {
+  for (const row of query("tr[data-node]")) {
     row.classList.toggle("chosen", Number(row.dataset.node) === i);
   }
   behind = follow || tab !== "graph" || narrow();
@@ -176,7 +187,7 @@ function colour(name, to = tab) {
 // --- tabs ---
 
 byId("tab-census").hidden = !data.census;
-const tabs = [...document.querySelectorAll("[role=tab]:not([hidden])")];
+const tabs = query("[role=tab]:not([hidden])");
 
 function show(name) {
   tab = name;
@@ -207,11 +218,11 @@ function compare() {
     sides[1].load(places, found);
     sides[0].load(places, found);
   }
-  nodeTable(byId("compare-table"), found.length ? "What differs, and why" : "", found, "", chosen);
+  nodeTable(byId("compare-table"), found.length ? "What and why" : "", found, "", chosen);
 }
 
 function fill() {
-  const named = (i) => words.some((word) => nodes[i].op.includes(word)); // these come first
+  const named = (i) => Number(words.some((word) => nodes[i].op.includes(word))); // these come first
   const found = words.length
     ? places.filter((i) => words.every((word) => texts[i].includes(word))).sort((a, b) => named(b) - named(a))
     : places.filter((i) => inside(nodes[i].module, module));
@@ -244,6 +255,7 @@ function enter(name) {
 
 // --- begin ---
 
+Object.assign(choose, { node: chooseNode, line: chooseLine });
 for (const option of byId("colour").querySelectorAll("[data-absent]")) {
   option.disabled = !data[option.value];
   if (option.disabled) option.text += option.dataset.absent;

@@ -1,36 +1,28 @@
+// @ts-check
 // What is beside the drawing: the explanation of a node or a module, and the tabs of nodes, comparison and source.
+
+import {
+  data, text, total, sum, nodes, several, keyOf, byKey, styleOf, short, differs, unlike, costsKnown, amount, counted,
+  percent, shares, dtypesOf,
+} from "./data.js";
+import { element, button, list, terms, bar } from "./elements.js";
+
+// What choosing a node or a line does: the page says so, since it is drawn by what is here.
+/** @type {{ node: (place: number, follow?: boolean) => void, line: (places: number[]) => void }} */
+export const choose = { node() {}, line() {} };
+
 const LONG = 5; // causes of a chain that are all shown; of a longer one only its ends
 const CHUNK = 150; // rows of a table that are made at a time
 
-const button = (kind, onclick, ...words) => element(`button.${kind}`, { onclick }, ...words);
-const link = (i, words = keyOf(nodes[i])) => button("link", () => chooseNode(i, true), words);
-const pill = (dtype) => (dtype ? element(`span.pill.${styleOf(dtype)}`, { title: dtype }, short(dtype)) : "–");
-const lineOf = (node) => (node.file ? `${node.file}:${node.line}` : "");
-const why = ({ because, reason }) => (reason && reason !== because ? `${because}: ${reason}` : because);
+export const link = (i, words = keyOf(nodes[i])) => button("link", () => choose.node(i, true), words);
+export const pill = (dtype) => (dtype ? element(`span.pill.${styleOf(dtype)}`, { title: dtype }, short(dtype)) : "–");
+export const lineOf = (node) => (node.file ? `${node.file}:${node.line}` : "");
+export const why = ({ because, reason }) => (reason && reason !== because ? `${because}: ${reason}` : because);
 const some = (n, unit = "B") => (n ? amount(n, unit) : "");
 const ofLoss = (error) => data.error && `${amount(error, "%")} of that of the loss (of its variance)`;
 
-// A list, of which no more than `most` are shown; nothing if it is empty.
-function list(what, items, item = (one) => one, most = Infinity) {
-  const shown = items.slice(0, most).map((one) => element("li", item(one)));
-  if (items.length > most) shown.push(element("li", `and ${items.length - most} more`));
-  return shown.length > 0 && element(what, ...shown);
-}
-
-// Terms with what is known of each: [name, value, ...].
-function terms(...rows) {
-  const known = rows.filter(([, ...values]) => values.flat().some((value) => !NOTHING.includes(value)));
-  return element("dl", ...known.flatMap(([name, ...values]) => [element("dt", name), element("dd", ...values)]));
-}
-
-// A bar of parts, {style: n}, `all` of which would fill it.
-function bar(what, side, parts, all, title) {
-  const part = ([style, n]) => element(`i.${style}`, { style: { [side]: `${(100 * n) / all}%` } });
-  return element(what, { title }, ...Object.entries(parts).map(part));
-}
-
 // What is said of something in the panel, below where it is and its name.
-function panelOf(where, name, key, ...content) {
+export function panelOf(where, name, key, ...content) {
   return [element("p.where", where), element("h2", { tabindex: -1, "data-key": key }, name), ...content];
 }
 
@@ -51,7 +43,7 @@ function causesOf(i) {
   return list("ol.chain", [...shown, ...last], (content) => content, shown.length + 6);
 }
 
-function explained(i) {
+export function explained(i) {
   const node = nodes[i];
   const cast = ({ operand, before, after, bytes, shared }) => [`${operand}: ${short(before)} → ${short(after)}`,
     bytes !== null && `, moves ${amount(bytes, "B")}`, shared > 1 && `, read by ${shared}`];
@@ -77,7 +69,7 @@ function explained(i) {
       ["predicted error", ofLoss(node.error)]));
 }
 
-function described(name, places) {
+export function described(name, places) {
   const { low, fp32, other } = shares(places);
   const known = costsKnown(places);
   return panelOf("module", name, null, terms(
@@ -102,6 +94,10 @@ function lazily(host, parent, items, make) {
 
 // A table whose rows are made as they are scrolled to. `columns`: [name, what an item has there, and the words of that
 // if it is a number, by which the table can then be sorted].
+/**
+ * @typedef {[string, (item: any) => any, ((n: number) => any)?]} Column
+ * @type {(host: any, caption: string, columns: Column[], items: any[], attributes?: (item: any) => object) => void}
+ */
 function longTable(host, caption, columns, items, attributes = () => ({})) {
   const body = element("tbody");
   const cell = ([, value, words], at) => (item) => (
@@ -123,7 +119,7 @@ function longTable(host, caption, columns, items, attributes = () => ({})) {
   host.replaceChildren(element("table", caption && element("caption", caption), head, body));
 }
 
-function nodeTable(host, caption, places, module, chosen) {
+export function nodeTable(host, caption, places, module, chosen) {
   const within = (node) => module && node.key.startsWith(`${module}.`);
   longTable(host, caption, [
     ["node", (node) => link(node.place, within(node) ? `…${node.key.slice(module.length)}` : keyOf(node))],
@@ -136,7 +132,7 @@ function nodeTable(host, caption, places, module, chosen) {
 }
 
 // The totals of a state without mixed precision, under autocast, and under this policy.
-function totalsTable(host, totals, places) {
+export function totalsTable(host, totals, places) {
   const columns = ["original", "autocast", "colour"];
   const flops = sum(places, "flops");
   const low = (column, weight) => shares(places, (node) => node[column], weight).low;
@@ -150,7 +146,7 @@ function totalsTable(host, totals, places) {
 }
 
 // The lines that made nodes, those first whose casts move most, and the files that they are in.
-function sourceTab(ranks, files, state, places) {
+export function sourceTab(ranks, files, state, places) {
   const found = Map.groupBy(places.filter((i) => nodes[i].file), (i) => lineOf(nodes[i]));
   const lines = [...found].map(([key, made]) => {
     const { file, code } = nodes[made[0]];
@@ -164,7 +160,7 @@ function sourceTab(ranks, files, state, places) {
     while (!find() && more());
     find()?.scrollIntoView({ block: "center" });
     find()?.querySelector("button").focus({ preventScroll: true });
-    chooseLine(line.places);
+    choose.line(line.places);
   };
   const caption = costsKnown(places) ? "Your lines, those first whose casts move most"
     : "Costs of lines are known only for a model that was converted with example inputs.";
@@ -195,14 +191,14 @@ function sourceLine(line, number, code, gap, most) {
   const title = `${counts}, ${amount(line.cast, "B")} cast, ${amount(line.saved, "B")} kept`;
   const heat = { width: `${Math.round(56 * Math.sqrt(line.cast / most))}px` };
   return element(`${row}.made`, { "data-line": line.key },
-    element("button.number", { title, onclick: () => chooseLine(line.places) }, number),
+    element("button.number", { title, onclick: () => choose.line(line.places) }, number),
     bar("span.margin", "height", shares(line.places), line.places.length),
     element("span.cost", { title }, element("span.heat", { style: heat }), element("span", some(line.cast))),
     element("code", code));
 }
 
 // What ran in one step, beside what was planned.
-function censusTab(host, dtypes, table, { share, casts, differences, notes, ran }) {
+export function censusTab(host, dtypes, table, { share, casts, differences, notes, ran }) {
   const planned = share === null ? "There is no plan to compare with."
     : `${percent(100 * share)} of the arithmetic ran as planned.`;
   const said = `One step: ${planned} ${counted(casts.count, "cast")} moved ${amount(casts.bytes, "B")}.`;
