@@ -16,7 +16,6 @@ import random
 import re
 import tempfile
 import zlib
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,9 +35,6 @@ if "ATEN_CPU_CAPABILITY" in os.environ:  # Inductor's cache does not know it: ke
     cache = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}_{os.environ['ATEN_CPU_CAPABILITY']}")
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
 ROOT = Path(__file__).parents[1]
-SETTING = re.compile(
-    r"view|graph|ahead|first call|bf16|fp16|torch\.bfloat16|torch\.float16|O[1-3](,(dtype|device)=\w+)*"
-)
 SLOW = re.compile(
     r"/(ranks|integrations|diagnose|census|error|ranges|choose|gate|cli)/"
     r"|/(test_ranks|test_ecosystem|test_browser|test_demo|test_emitted_optimum|test_fastest|test_gpu|test_reports|test_trial)\.py"
@@ -122,34 +118,24 @@ def fresh() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Try a behaviour by one front end, at one level and in one low dtype, which take turns; the rest is the matrix.
+    """Leave to the matrix the cases that a test does not name, and to the slow tests what takes long.
 
-    Which of them it is depends on the test alone, so that it is the same whatever else is run. A test that is about the
-    differences between them calls the argument `way`. Of the rest, what starts ranks, a browser, trainers of other
-    libraries, searches or the scripts of reports/ is slow.
+    A test that is tried by several front ends, at several levels or in several low dtypes names the case that is enough
+    by default: `@pytest.mark.default_case(front_end="graph")`. Of the rest, what starts ranks, a browser, trainers of
+    other libraries, searches or the scripts of reports/ is slow.
     """
     # No process may begin with a long file when the other has no more.
     items.sort(key=lambda item: not item.nodeid.startswith("tests/reports/"))
-    tried: dict[str, dict[tuple[object, ...], list[pytest.Item]]] = defaultdict(lambda: defaultdict(list))
     for item in items:
-        call = getattr(item, "callspec", None)
-        settings = set() if call is None else {str(v) for a, v in call.params.items() if _is_setting(a, v)}
-        if call is not None and settings and not any(item.iter_markers("matrix")):
-            behaviour = [id(v) for a, v in sorted(call.params.items()) if not _is_setting(a, v)]
-            tried[item.nodeid.partition("[")[0]][tuple(behaviour)].append(item)
-    for function, behaviours in tried.items():
-        for at, ways in enumerate(behaviours.values()):
-            turn = zlib.crc32(f"{function} {at}".encode()) % len(ways)
-            for item in ways[:turn] + ways[turn + 1 :]:
-                item.add_marker("matrix")
+        cases = [mark.kwargs for mark in item.iter_markers("default_case")]
+        arguments = item.callspec.params if cases else {}  # type: ignore[attr-defined]
+        if any(case.keys() - arguments.keys() for case in cases):
+            raise pytest.UsageError(f"{item.nodeid}: its default_case names an argument that it does not have")
+        if cases and not any(case.items() <= arguments.items() for case in cases):
+            item.add_marker("matrix")
     for item in items:
         if SLOW.search(item.nodeid) and not any(map(item.get_closest_marker, ("matrix", "trial"))):
             item.add_marker("slow")
-
-
-def _is_setting(argument: str, value: object) -> bool:
-    named = argument in ("front_end", "capture", "level", "policy", "low", "name", "dtype")
-    return named and isinstance(value, (str, torch.dtype)) and SETTING.fullmatch(str(value)) is not None
 
 
 def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:

@@ -19,6 +19,7 @@ pytestmark = FRESH
 __all__ = ["kernels"]
 
 
+@pytest.mark.default_case(front_end="graph")
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # autocast's, too
 @each_front_end
 @pytest.mark.parametrize("ambient", [False, True], ids=["", "ambient autocast"])
@@ -53,6 +54,7 @@ def test_under_cudas_lists_attention_gets_its_operands_in_one_dtype() -> None:
     assert OLD_DYNAMO or ("rms_norm", "float16") not in colours  # torch 2.11 has it on no list
 
 
+@pytest.mark.default_case(front_end="graph")
 @pytest.mark.parametrize("front_end", ["view", "graph"])
 def test_attention_in_eval_takes_a_float_padding_mask(front_end: str) -> None:
     torch.manual_seed(0)
@@ -158,6 +160,7 @@ def test_attention_that_eager_evaluation_fuses_is_named(
     assert {d.module_path for d in plan.deviations} <= {"attention"}
 
 
+@pytest.mark.default_case(policy="O2")
 @pytest.mark.parametrize("policy", ["O1", "O2"])
 def test_items_of_a_layer_that_the_model_returns_are_restored(policy: str) -> None:
     layer, x = nn.MultiheadAttention(8, 2), torch.randn(3, 2, 8)

@@ -68,6 +68,7 @@ def test_regions_say_what_runs_in_which_dtype(case: str, front_end: str) -> None
     check(CASES[case], front_end)
 
 
+@pytest.mark.default_case(front_end="view", name="bf16", low=torch.bfloat16)
 @each_low("view", "graph")
 def test_a_region_of_the_other_low_dtype_reads_what_is_low(front_end: str, name: str, low: torch.dtype) -> None:
     other = BF16 if low == FP16 else FP16
@@ -135,6 +136,7 @@ def returns_of_a_region(self: Any, x: Tensor) -> Any:
     return outside, inside, untouched, inside + outside, exact, low, inside * 2, inside.float()
 
 
+@pytest.mark.default_case(front_end="graph", name="bf16", low=torch.bfloat16)
 @each_low("view", "graph")
 def test_what_a_region_of_the_models_own_returns_keeps_its_dtype(front_end: str, name: str, low: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -183,6 +185,7 @@ def broken(self: Any, x: Tensor) -> Any:
 AUTHORS = (computed, of_a_checkpoint, of_what_is_read, of_what_is_read_in_a_checkpoint, of_a_broken_graph, broken)
 
 
+@pytest.mark.default_case(low=BF16)
 @pytest.mark.parametrize(
     ("forward", "train", "low", "policy"),
     in_turns(AUTHORS, [True, False], [BF16, FP16], ["O1,dtype=bf16", "O2,dtype=bf16", "O1,dtype=fp16"]),
@@ -214,6 +217,7 @@ def behind_a_region(self: Any, x: Tensor) -> Any:
     return inside, inside * 2, self.m(inside.float()), *checkpoint(recomputed, x, use_reentrant=False)
 
 
+@pytest.mark.default_case(name="fp16", low=torch.float16)
 @each_low("view")
 def test_what_leaves_a_checkpoint_has_the_dtype_of_each_region_in_it(
     front_end: str, name: str, low: torch.dtype
@@ -268,6 +272,7 @@ def without_cache(self: Any, x: Tensor) -> Any:
         return self.l(self.l(self.l(x)))
 
 
+@pytest.mark.default_case(policy="O1")
 @pytest.mark.parametrize("policy", ["O1", "O1,share_casts=always", "O2"])
 def test_where_the_author_turns_the_cache_off_gradients_are_summed_in_fp32(policy: str) -> None:
     model, x = Two(without_cache), torch.randn(4, 6)
@@ -300,6 +305,7 @@ def contracted(self: Any, x: Tensor) -> Any:
         return torch.tensordot(x, self.l.weight, 1)
 
 
+@pytest.mark.default_case(policy="O2")
 @pytest.mark.parametrize("policy", ["O0", "O1", "O2"])
 def test_an_op_that_is_decomposed_in_such_a_region_leaves_in_its_dtype(policy: str) -> None:
     model, x = Two(contracted), torch.randn(4, 6)

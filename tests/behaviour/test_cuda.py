@@ -158,6 +158,7 @@ def test_what_einsum_makes_of_two_operands_may_be_written_to() -> None:
     assert ("einsum", "bfloat16") in _decided(written)
 
 
+@pytest.mark.default_case(level="O3")
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_no_norm_runs_low_beside_fp32_weights(level: str) -> None:
     assert _decided(lambda m, x: m.norm(m.layer(x)), f"{level},dtype=bf16,device=cuda")[1] == ("layer_norm", "float32")
@@ -205,6 +206,7 @@ def test_a_norm_that_takes_no_low_operand_gets_a_cast() -> None:
     assert torch.equal(graph(x), torch.norm(low.float(), "nuc"))
 
 
+@pytest.mark.default_case(low=torch.float16)
 @pytest.mark.parametrize("low", [BF16, torch.float16])
 def test_a_recurrence_runs_in_fp16_as_autocast_has_it_there(low: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Autocast casts the operands of cuDNN's kernel to FP16 where it is asked for BF16 too."""

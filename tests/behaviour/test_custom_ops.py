@@ -18,6 +18,7 @@ pytestmark = FRESH
 __all__ = ["kernels"]
 
 
+@pytest.mark.default_case(front_end="view")
 @each_front_end
 def test_a_kernel_with_a_rule_gets_low_values_without_a_cast(front_end: str, kernels: Any) -> None:
     model = Two(lambda self, x: self.m(kernels.attention(*(self.l(x),) * 3))).requires_grad_(False)
@@ -26,6 +27,7 @@ def test_a_kernel_with_a_rule_gets_low_values_without_a_cast(front_end: str, ker
     assert [n.all_input_nodes[0].op for n in casts(module)].count("call_function") == 0
 
 
+@pytest.mark.default_case(front_end="graph")
 @each_front_end
 def test_a_kernel_that_writes_to_its_operand_writes_to_the_original(front_end: str, kernels: Any) -> None:
     def counting(self: Any, x: Tensor) -> Tensor:
@@ -37,6 +39,7 @@ def test_a_kernel_that_writes_to_its_operand_writes_to_the_original(front_end: s
     torch.testing.assert_close(module(*one()), model(*one()), rtol=0.03, atol=0.05)
 
 
+@pytest.mark.default_case(front_end="view")
 @each_front_end
 @pytest.mark.parametrize("choice", ["keep", "fp32", "error"])
 def test_an_op_without_a_rule_is_treated_as_the_policy_says(choice: str, front_end: str) -> None:
@@ -57,6 +60,7 @@ def test_an_op_without_a_rule_is_treated_as_the_policy_says(choice: str, front_e
         assert decision.code == {"keep": "keep", "fp32": "unknown_op"}[choice]
 
 
+@pytest.mark.default_case(front_end="graph")
 @each_front_end
 @pytest.mark.parametrize("where", ["kernel", "fake kernel"])
 def test_an_op_that_refuses_16_bits_is_named_with_the_override_that_helps(front_end: str, where: str) -> None:

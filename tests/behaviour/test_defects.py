@@ -87,6 +87,7 @@ def filled_with_an_integer(self: Any, x: Tensor) -> Tensor:
     return torch.softmax(y.masked_fill(y > 0, -1000000000), -1)
 
 
+@pytest.mark.default_case(level="O2", front_end="graph")
 @each_front_end
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("forward", [scaled_by_an_integer, filled_with_an_integer], ids=lambda f: f.__name__)
@@ -114,6 +115,7 @@ def fp32_only() -> Iterator[Any]:
     _custom.pop("edges::increment", None)
 
 
+@pytest.mark.default_case(front_end="graph")
 @each_front_end
 def test_an_op_without_a_low_kernel_is_not_lowered_by_the_cut(front_end: str, fp32_only: Any) -> None:
     def forward(self: Any, x: Tensor) -> Any:
@@ -139,6 +141,7 @@ def checkpointed(self: Any, x: Tensor) -> Tensor:
     return self.last(y + z)
 
 
+@pytest.mark.default_case(level="O2")
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_a_checkpointed_block_may_be_written_in_place_at_every_level(level: str) -> None:
     torch.manual_seed(0)
@@ -186,6 +189,7 @@ def test_a_split_in_two_and_a_split_in_three_are_told_apart() -> None:
     assert not fxamp.plan_of(module).deviations
 
 
+@pytest.mark.default_case(capture="ahead")
 @each_capture
 @pytest.mark.parametrize("mode", ["reflect", "replicate", "circular", "constant"])
 def test_gradients_through_padding_are_summed_as_under_autocast(mode: str, capture: str) -> None:

@@ -19,6 +19,7 @@ def bits(self: Any, x: Tensor) -> Any:
     return self.l(x).view(torch.int32), self.m(x)
 
 
+@pytest.mark.default_case(front_end="graph")
 @each_front_end
 def test_the_bits_of_a_value_are_those_of_the_model(front_end: str) -> None:
     model = Two(bits)
@@ -37,6 +38,7 @@ def by_the_size_of_an_element(self: Any, x: Tensor) -> Any:
     return self.m(x) * self.l(x).element_size()
 
 
+@pytest.mark.default_case(front_end="view")
 @each_front_end
 @pytest.mark.parametrize("forward", [observe, by_the_size_of_an_element])
 def test_a_dtype_that_decides_something_is_that_of_the_model(front_end: str, forward: Callable[..., Any]) -> None:

@@ -68,6 +68,7 @@ def test_a_table_gives_what_the_model_gives(case: str, front_end: str) -> None:
     check(CASES[case], front_end)
 
 
+@pytest.mark.default_case(front_end="view")
 @each_front_end
 def test_a_renormalised_embedding_writes_to_its_master(front_end: str) -> None:
     model = renormalised()
@@ -81,6 +82,7 @@ def test_a_renormalised_embedding_writes_to_its_master(front_end: str) -> None:
     assert not torch.equal(table, before)
 
 
+@pytest.mark.default_case(front_end="graph")
 @each_front_end
 def test_a_tied_weight_is_cast_once_and_gets_both_gradients(front_end: str) -> None:
     torch.manual_seed(0)
@@ -98,6 +100,7 @@ def test_a_tied_weight_is_cast_once_and_gets_both_gradients(front_end: str) -> N
     assert fxamp.plan_of(module).casts == 4
 
 
+@pytest.mark.default_case(front_end="graph")
 @each_front_end
 def test_a_table_is_read_and_not_cast(front_end: str) -> None:
     torch.manual_seed(0)
@@ -112,6 +115,7 @@ def test_a_table_is_read_and_not_cast(front_end: str) -> None:
     assert not [n for n in casts(module) if "words" in str(n.all_input_nodes[0].target)]
 
 
+@pytest.mark.default_case(front_end="view")
 @each_front_end
 def test_a_sparse_gradient_is_sparse_and_trains(front_end: str) -> None:
     torch.manual_seed(0)
@@ -129,6 +133,7 @@ def test_a_sparse_gradient_is_sparse_and_trains(front_end: str) -> None:
     assert [i for i in range(50) if not torch.equal(before[i], table[i])] == [1, 7, 49]
 
 
+@pytest.mark.default_case(front_end="view", name="fp16", low=torch.float16)
 @each_low(*FRONT_ENDS)
 def test_an_embedding_bag_takes_computed_weights(front_end: str, name: str, low: torch.dtype) -> None:
     def bags(self: Any, x: Tensor) -> Any:

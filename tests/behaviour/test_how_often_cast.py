@@ -32,6 +32,7 @@ from tests.support.helpers import Two, example
 pytestmark = FRESH
 
 
+@pytest.mark.default_case(front_end="graph")
 @each_front_end
 def test_casts_are_shared_as_the_policy_says(front_end: str) -> None:
     model = Two(lambda self, x: (self.l(x), self.m(x), self.l(x * 2)))
@@ -64,6 +65,7 @@ def test_gradients_are_summed_in_fp32_where_autocast_sums_them_so(forward: Any) 
     assert_trains_as_autocast(module, model, x)
 
 
+@pytest.mark.default_case(front_end="graph")
 @each_front_end
 def test_an_activation_is_cast_once_for_all_its_readers(front_end: str) -> None:
     model = nn.ModuleDict({k: nn.Linear(6, 6, bias=False) for k in "qkv"})
@@ -75,6 +77,7 @@ def test_an_activation_is_cast_once_for_all_its_readers(front_end: str) -> None:
     assert all(n.args[1] == BF16 for n in casts(module))
 
 
+@pytest.mark.default_case(front_end="graph")
 @each_front_end
 def test_logits_are_upcast_once_for_the_loss(front_end: str) -> None:
     def head(self: Any, x: Tensor, target: Tensor) -> Tensor:
@@ -101,6 +104,7 @@ def test_logits_are_upcast_once_for_the_loss(front_end: str) -> None:
     assert found[1] <= 1
 
 
+@pytest.mark.default_case(front_end="graph")
 @each_front_end
 def test_a_value_is_cast_once_per_dtype(front_end: str) -> None:
     def fan_out(self: Any, x: Tensor) -> Any:
@@ -116,6 +120,7 @@ def test_a_value_is_cast_once_per_dtype(front_end: str) -> None:
         assert len(pairs) == len(set(pairs)) > 0
 
 
+@pytest.mark.default_case(front_end="graph")
 @each_front_end
 def test_a_pair_of_casts_with_two_readers_is_removed(front_end: str) -> None:
     def moved(self: Any, x: Tensor) -> Any:
@@ -128,6 +133,7 @@ def test_a_pair_of_casts_with_two_readers_is_removed(front_end: str) -> None:
     assert "call_method" not in sources
 
 
+@pytest.mark.default_case(front_end="view", name="bf16", low=torch.bfloat16)
 @each_low(*FRONT_ENDS)
 def test_every_cast_is_to_the_dtype_that_was_asked_for(name: str, low: torch.dtype, front_end: str) -> None:
     _, module = converted(lambda self, x: self.m(F.gelu(self.l(x))).exp(), front_end, f"O1,dtype={name}")
@@ -148,6 +154,7 @@ def no_grad_last(self: Any, x: Tensor) -> Tensor:
     return y - target
 
 
+@pytest.mark.default_case(policy="O1,dtype=bf16")
 @pytest.mark.parametrize("policy", ["O1,dtype=bf16", "O2,dtype=bf16"])
 @pytest.mark.parametrize("forward", [no_grad_first, no_grad_last])
 def test_a_weight_is_cast_once_for_passes_with_and_without_gradients(forward: Any, policy: str) -> None:
@@ -192,6 +199,7 @@ def in_a_checkpoint_inside_another(self: Any, x: Tensor) -> Tensor:
     return checkpoint(outer, self.m(self.l(x)), use_reentrant=False)
 
 
+@pytest.mark.default_case(policy="O2,dtype=bf16")
 @pytest.mark.parametrize("policy", ["O1,dtype=bf16", "O2,dtype=bf16"])
 @pytest.mark.parametrize("forward", [in_two_checkpoints, in_a_checkpoint_and_outside, in_a_checkpoint_inside_another])
 def test_a_weight_in_several_checkpoints_is_cast_no_more_often_than_by_autocast(forward: Any, policy: str) -> None:

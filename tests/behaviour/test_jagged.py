@@ -101,6 +101,7 @@ def test_an_override_is_obeyed() -> None:
     assert not torch.equal(view(x).values(), fxamp.convert(model, (x,))(x).values())
 
 
+@pytest.mark.default_case(policy="O3")
 @pytest.mark.parametrize("policy", ["O2", "O3", "O1,share_casts=always", "O1,modules.out=fp32", "O1,unknown_ops=keep"])
 def test_other_policies_run_it(policy: str) -> None:
     model, x = Block(), sequences(3, 5)

@@ -121,6 +121,7 @@ def test_in_place_writes_are_those_of_the_model(case: str, front_end: str) -> No
     check(CASES[case], front_end)
 
 
+@pytest.mark.default_case(front_end="view")
 @each_front_end
 def test_buffers_that_forward_writes_keep_their_dtype_and_their_updates(front_end: str) -> None:
     torch.manual_seed(0)
@@ -136,6 +137,7 @@ def test_buffers_that_forward_writes_keep_their_dtype_and_their_updates(front_en
     assert int(model.get_buffer("count")) == 3
 
 
+@pytest.mark.default_case(front_end="graph")
 @each_front_end
 def test_an_input_that_forward_writes_to_is_written_to(front_end: str) -> None:
     module = convert(Two(write_to_an_input), one(), front_end)
@@ -175,6 +177,7 @@ def test_replaced_storage_gives_right_values(forward: Callable[..., Any]) -> Non
     assert got.requires_grad
 
 
+@pytest.mark.default_case(front_end="view")
 @each_front_end
 def test_an_op_in_place_follows_its_target(front_end: str) -> None:
     def write(self: Any, x: Tensor) -> Any:
@@ -204,6 +207,7 @@ def read_low_then_written(self: Any, x: Tensor) -> Any:
     return self.m(x * read)
 
 
+@pytest.mark.default_case(front_end="graph", name="bf16", low=torch.bfloat16)
 @each_low("view", "graph")
 def test_backward_reads_an_unbounded_value_as_it_was_before_a_write(
     front_end: str, name: str, low: torch.dtype
@@ -266,6 +270,7 @@ def out_of_what_is_cast(self: Any, x: Tensor) -> Any:
     return a, b, c, d
 
 
+@pytest.mark.default_case(front_end="graph", name="bf16", low=torch.bfloat16)
 @each_low(*FRONT_ENDS)
 @pytest.mark.parametrize("writes", [out_of_a_selection, out_of_a_move, out_of_what_is_cast], ids=lambda f: f.__name__)
 def test_out_may_have_another_dtype_than_the_operand(writes: Any, front_end: str, name: str, low: torch.dtype) -> None:
@@ -281,6 +286,7 @@ def test_out_may_have_another_dtype_than_the_operand(writes: Any, front_end: str
         torch.testing.assert_close(got, model(*args), atol=0.05, rtol=0.05)
 
 
+@pytest.mark.default_case(front_end="graph", name="bf16", low=torch.bfloat16)
 @each_low(*FRONT_ENDS)
 def test_tensors_in_a_list_are_written_to(front_end: str, name: str, low: torch.dtype) -> None:
     def forward(self: Any, x: Tensor) -> Any:
@@ -292,6 +298,7 @@ def test_tensors_in_a_list_are_written_to(front_end: str, name: str, low: torch.
     assert_at_all_levels(model, args, front_end, name, low)
 
 
+@pytest.mark.default_case(front_end="view", name="bf16", low=torch.bfloat16)
 @each_low("view", "graph")
 def test_a_value_made_to_require_grad_keeps_its_dtype(front_end: str, name: str, low: torch.dtype) -> None:
     def forward(self: Any, x: Tensor) -> Any:
@@ -301,6 +308,7 @@ def test_a_value_made_to_require_grad_keeps_its_dtype(front_end: str, name: str,
     assert_at_all_levels(Two(forward), one(), front_end, name, low)
 
 
+@pytest.mark.default_case(name="bf16", low=torch.bfloat16)
 @each_low("view")
 def test_a_layer_put_in_its_own_place_is_followed(front_end: str, name: str, low: torch.dtype) -> None:
     def forward(self: Any, x: Tensor) -> Any:

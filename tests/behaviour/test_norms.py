@@ -79,6 +79,7 @@ NORMS = (layer_norm_of_fp32, norms_with_weights_of_two_dtypes, norms_as_autocast
          batch_norm_of_fp32, instance_norm_of_fp32)  # fmt: skip
 
 
+@pytest.mark.default_case(front_end="view", name="fp16", low=torch.float16)
 @each_low(*FRONT_ENDS)
 @pytest.mark.parametrize("norm", [*NORMS[:2], *matrix(*NORMS[2:])], ids=lambda f: f.__name__)
 def test_a_norm_takes_computed_weights(norm: Any, front_end: str, name: str, low: torch.dtype) -> None:
@@ -93,6 +94,7 @@ def test_a_norm_takes_computed_weights(norm: Any, front_end: str, name: str, low
             torch.testing.assert_close(module()(x), model(x), atol=0.1, rtol=0.05)
 
 
+@pytest.mark.default_case(front_end="graph")
 @each_front_end
 def test_norms_written_by_hand_stay_in_range_at_o2(front_end: str) -> None:
     def norms(self: Any, x: Tensor) -> dict[str, Tensor]:

@@ -62,6 +62,7 @@ def test_numbers_are_those_of_the_model(case: str, front_end: str) -> None:
     check(CASES[case], front_end)
 
 
+@pytest.mark.default_case(front_end="view")
 @each_front_end
 def test_a_number_out_of_range_stays_and_its_op_runs_in_fp32(front_end: str) -> None:
     model = Two(numbers_out_of_range)
@@ -74,12 +75,14 @@ def test_a_number_out_of_range_stays_and_its_op_runs_in_fp32(front_end: str) -> 
     assert codes["add"] == codes["where"] == "literal"
 
 
+@pytest.mark.default_case(front_end="graph")
 @each_front_end
 def test_a_scale_of_no_dimension_promotes_nothing_and_one_of_one_does(front_end: str) -> None:
     module, _ = o1(scales(), one(), front_end)
     assert decided(module, "mul") == ["bfloat16", "float32"]
 
 
+@pytest.mark.default_case(front_end="view")
 @each_front_end
 def test_small_fp32_operands_follow_the_activation_at_o2(front_end: str) -> None:
     def chain(self: Any, x: Tensor) -> Tensor:
@@ -96,6 +99,7 @@ def test_small_fp32_operands_follow_the_activation_at_o2(front_end: str) -> None
     torch.testing.assert_close(got.float(), model(*x), rtol=0.05, atol=0.03)
 
 
+@pytest.mark.default_case(front_end="view")
 @each_front_end
 def test_a_weight_out_of_range_is_not_clipped(front_end: str) -> None:
     torch.manual_seed(0)
@@ -112,6 +116,7 @@ def test_a_weight_out_of_range_is_not_clipped(front_end: str) -> None:
     assert torch.equal(kept(x), model(x))
 
 
+@pytest.mark.default_case(policy="O3", front_end="view")
 @each_front_end
 @pytest.mark.parametrize(
     "policy", ["O2", "O3", *(pytest.param(p, marks=pytest.mark.matrix) for p in ("O1", "O3,dtype=fp16"))]
@@ -129,6 +134,7 @@ def test_integers_times_frequencies_are_positions(front_end: str, policy: str) -
         torch.testing.assert_close(rounded()(*args), model(*args), rtol=0.02, atol=0.02)
 
 
+@pytest.mark.default_case(front_end="view")
 @each_front_end
 def test_what_a_buffer_held_is_in_the_plan_where_it_decided(front_end: str) -> None:
     def forward(self: Any, x: Tensor) -> Any:
@@ -206,6 +212,7 @@ def test_a_plan_is_that_of_a_fresh_process_whatever_numbers_were_seen_before(nam
         assert plan(form, value, policy) == alone[value], value
 
 
+@pytest.mark.default_case(policy="O2,dtype=bf16")
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_plans_are_equal_in_all_orders_of_numbers(policy: str) -> None:

@@ -62,6 +62,7 @@ def check(name: str, training: bool, front_end: str) -> None:
         assert list(found.model.state_dict()) == list(module.state_dict())
 
 
+@pytest.mark.default_case(front_end="graph")
 @pytest.mark.parametrize("front_end", FRONT_ENDS)
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("name", SOME)

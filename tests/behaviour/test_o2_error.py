@@ -76,6 +76,7 @@ def is_split(view: Any) -> bool:
     return any(n.target is norms.layer_norm for graph in fxamp.graphs(view) for n in graph.graph.nodes)
 
 
+@pytest.mark.default_case(low="fp16")
 @pytest.mark.filterwarnings("ignore:FP16 gradients without a loss scale")
 @pytest.mark.parametrize("frozen", [(), ("weight",), ("weight", "bias")])
 @pytest.mark.parametrize("norm", [nn.LayerNorm(8), nn.LayerNorm(8, bias=False), nn.LayerNorm((2, 8), eps=1e-3)])

@@ -86,6 +86,7 @@ def test_values_of_other_dtypes_are_left_alone(case: str, front_end: str) -> Non
     check(CASES[case], front_end)
 
 
+@pytest.mark.default_case(front_end="graph")
 @each_front_end
 def test_decisions_are_taken_on_fp32_values_at_every_level(front_end: str) -> None:
     x = torch.randn(64, 6, generator=torch.Generator().manual_seed(1))
@@ -102,6 +103,7 @@ def test_decisions_are_taken_on_fp32_values_at_every_level(front_end: str) -> No
         assert decided(module, "linear") == ["bfloat16"]
 
 
+@pytest.mark.default_case(front_end="graph")
 @each_front_end
 def test_complex_numbers_and_double_precision_are_left_alone(front_end: str) -> None:
     def mixed(self: Any, x: Tensor) -> Any:
@@ -116,6 +118,7 @@ def test_complex_numbers_and_double_precision_are_left_alone(front_end: str) -> 
         torch.testing.assert_close(q, exact[0], rtol=0.02, atol=0.02)
 
 
+@pytest.mark.default_case(front_end="graph")
 @each_front_end
 def test_a_sparse_matrix_multiplies_in_one_dtype(front_end: str) -> None:
     model = Two(lambda self, x: self.m(torch.sparse.mm(self.near, self.l(x))), near=torch.eye(4).to_sparse())
@@ -123,6 +126,7 @@ def test_a_sparse_matrix_multiplies_in_one_dtype(front_end: str) -> None:
     torch.testing.assert_close(got, plain(model, one()), rtol=0.03, atol=0.03)
 
 
+@pytest.mark.default_case(front_end="view")
 @each_front_end
 def test_indices_are_not_cast(front_end: str) -> None:
     def lookup(self: Any, x: Tensor) -> Any:
@@ -141,6 +145,7 @@ def test_indices_are_not_cast(front_end: str) -> None:
             assert held is None or held.is_floating_point()
 
 
+@pytest.mark.default_case(front_end="graph")
 @each_front_end
 def test_a_product_in_double_precision_is_left_alone_and_the_plan_says_so(front_end: str) -> None:
     model, module = converted(lambda self, x: (self.l(x), x.double() @ self.m.weight.double()), front_end)
@@ -149,6 +154,7 @@ def test_a_product_in_double_precision_is_left_alone_and_the_plan_says_so(front_
     assert (decision.colour, decision.code) == ("float64", "float64")
 
 
+@pytest.mark.default_case(front_end="graph", name="bf16", low=torch.bfloat16)
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")  # autocast makes such
 @each_low(*FRONT_ENDS)
 def test_complex_numbers_are_made_from_low_values(front_end: str, name: str, low: torch.dtype) -> None:
@@ -164,6 +170,7 @@ def by_integers(self: Any, x: Tensor) -> Any:
     return self.m(self.l(x) @ (self.integers.to(x.dtype) * self.scale).t())
 
 
+@pytest.mark.default_case(front_end="view")
 @each_front_end
 def test_quantized_weights_stay_integers(front_end: str) -> None:
     torch.manual_seed(0)
@@ -175,6 +182,7 @@ def test_quantized_weights_stay_integers(front_end: str) -> None:
     assert decided(module, "matmul") == ["bfloat16"]
 
 
+@pytest.mark.default_case(front_end="view")
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @each_front_end
 def test_complex_numbers_of_an_fp16_input_come_out_as_the_model_gives_them(front_end: str) -> None:

@@ -169,6 +169,7 @@ def gradients(model: nn.Module, called: Any, loss: Any, dtype: torch.dtype = F32
     return torch.stack(rows)
 
 
+@pytest.mark.default_case(policy="O2,dtype=bf16")
 @pytest.mark.parametrize("name", LOOPS)
 @pytest.mark.parametrize("policy", ["O0", "O1,dtype=bf16", "O2,dtype=bf16"])
 def test_each_output_of_a_loop_has_the_models_own_dtype(name: str, policy: str) -> None:

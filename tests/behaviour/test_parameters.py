@@ -25,6 +25,7 @@ def _low_first(frozen: bool, dtype: torch.dtype = BF16) -> Two:
     return model
 
 
+@pytest.mark.default_case(capture="ahead")
 @each_capture
 def test_trainable_low_parameters_are_refused_in_train_mode_with_gradients(capture: str) -> None:
     with pytest.raises(fxamp.PolicyError, match=REFUSED):
@@ -38,6 +39,7 @@ def test_a_train_step_refuses_them_too() -> None:
         fxamp.TrainStep(model, nn.MSELoss(), optimizer)
 
 
+@pytest.mark.default_case(capture="ahead")
 @each_capture
 @pytest.mark.parametrize("grad", [True, False])
 def test_they_are_a_note_in_eval_mode_or_without_gradients(grad: bool, capture: str) -> None:
@@ -52,6 +54,7 @@ def test_they_are_a_note_in_eval_mode_or_without_gradients(grad: bool, capture: 
     assert "'l.weight' (bfloat16)" in notes[0]
 
 
+@pytest.mark.default_case(capture="first call")
 @each_capture
 def test_a_model_converted_in_eval_mode_is_refused_once_it_is_trained(capture: str) -> None:
     model, x = _low_first(frozen=False).eval(), example()
@@ -78,6 +81,7 @@ def test_they_are_a_note_in_a_plan_and_in_a_report(tmp_path: Path, capsys: pytes
     assert "trainable parameter(s) are low: '0.weight' (bfloat16)" in capsys.readouterr().out
 
 
+@pytest.mark.default_case(name="fp16", low=torch.float16, capture="first call")
 @each_capture
 @pytest.mark.parametrize("held", [BF16, FP16])
 @pytest.mark.parametrize(("name", "low"), [("bf16", BF16), ("fp16", FP16)])
@@ -101,6 +105,7 @@ def test_frozen_low_parameters_are_read_as_under_autocast(
     assert model.l.weight.dtype == held
 
 
+@pytest.mark.default_case(capture="first call")
 @each_capture
 def test_a_value_that_the_code_casts_to_the_other_low_dtype_stays_out_of_low(capture: str) -> None:
     model, x = Two(lambda self, x: self.m(self.l(x).half())), example()
@@ -141,6 +146,7 @@ class _Quantized(torch.Tensor):
         return func(*plain[0], **plain[1])
 
 
+@pytest.mark.default_case(capture="first call")
 @each_capture
 def test_quantized_weights_are_read_as_under_autocast_and_listed(capture: str) -> None:
     torch.manual_seed(0)
@@ -165,6 +171,7 @@ def _embedded(self: Any, x: Tensor) -> Tensor:
     return self.m(self.e(x.argsort(-1))) + x.sum()
 
 
+@pytest.mark.default_case(capture="first call")
 @each_capture
 def test_rows_of_a_frozen_table_in_the_other_low_dtype_are_cast_as_under_autocast(capture: str) -> None:
     torch.manual_seed(0)

@@ -46,6 +46,7 @@ def noise_like(self: Any, x: Tensor) -> Any:
     return torch.rand_like(y), torch.randn_like(y), y.new_zeros(2), torch.rand(3)
 
 
+@pytest.mark.default_case(front_end="view")
 @each_front_end
 def test_noise_is_drawn_in_the_dtype_of_the_model(front_end: str) -> None:
     model = Two(noise_like)
@@ -55,6 +56,7 @@ def test_noise_is_drawn_in_the_dtype_of_the_model(front_end: str) -> None:
     assert not torch.equal(under_autocast(model, one())[0].float(), got[0])
 
 
+@pytest.mark.default_case(policy="O3", front_end="graph")
 @each_front_end
 @pytest.mark.parametrize(
     "policy", ["O1", "O3", *(pytest.param(p, marks=pytest.mark.matrix) for p in ("O2", "O1,dtype=fp16"))]

@@ -92,6 +92,7 @@ def gradients(called: Any, x: Tensor) -> list[Tensor | None]:
     return list(torch.autograd.grad(last.float().square().sum(), outputs, allow_unused=True))
 
 
+@pytest.mark.default_case(front_end="graph")
 @each_front_end
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_by_an_output_are_those_of_the_model(name: str, front_end: str) -> None:
@@ -112,6 +113,7 @@ def test_gradients_by_an_output_are_those_of_the_model(name: str, front_end: str
                 assert torch.equal(ours.float(), theirs.float())
 
 
+@pytest.mark.default_case(front_end="view")
 @each_front_end
 @pytest.mark.parametrize("name", MODELS)
 def test_parameters_have_autocasts_gradients_where_only_the_model_reads_an_output(name: str, front_end: str) -> None:
@@ -124,6 +126,7 @@ def test_parameters_have_autocasts_gradients_where_only_the_model_reads_an_outpu
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.default_case(policy="O1,dtype=bf16")
 @pytest.mark.parametrize("policy", ["O1,dtype=bf16", "O2,dtype=bf16"])
 def test_hooks_on_an_output_and_retain_grad_act(policy: str) -> None:
     model, x = Two(features), example()
@@ -189,6 +192,7 @@ def several(self: Any, x: Tensor) -> Any:
     return h, h, h.view(-1), h[0], a, b
 
 
+@pytest.mark.default_case(front_end="graph")
 @each_front_end
 def test_outputs_share_storage_as_in_the_model(front_end: str) -> None:
     model, x = Two(several), example()

@@ -67,6 +67,7 @@ class Only(nn.Module):
         return self.model(*args)[self.key]
 
 
+@pytest.mark.default_case(front_end="view")
 @each_front_end
 def test_a_field_of_what_an_op_returns_has_the_dtype_of_the_model(front_end: str) -> None:
     model = Two(lambda self, x: {op: field(self.l(x)) for op, field in FIELDS.items()})
@@ -101,6 +102,7 @@ def test_a_model_of_several_outputs_gives_them_all(case: str, front_end: str) ->
     check(CASES[case], front_end)
 
 
+@pytest.mark.default_case(front_end="graph")
 @each_front_end
 def test_outputs_come_in_their_container_and_dtype(front_end: str) -> None:
     def outputs(self: Any, x: Tensor) -> Any:
@@ -128,6 +130,7 @@ def test_a_dataclass_comes_out_of_a_model_that_is_captured_at_its_first_call() -
     assert (type(got), got.logits.dtype, got.count, got.nothing) == (Output, F32, 3, None)
 
 
+@pytest.mark.default_case(front_end="view")
 @each_front_end
 def test_outputs_have_autocasts_dtypes_where_the_policy_asks_for_them(front_end: str) -> None:
     def both(self: Any, x: Tensor) -> Any:

@@ -65,6 +65,7 @@ def test_parameters_that_are_gathered_in_the_low_dtype_need_no_cast_and_that_is_
         assert noted is (policy is low)
 
 
+@pytest.mark.default_case(front_end="graph")
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("front_end", ["view", "graph"])
 def test_data_parallel_training_finds_every_parameter(front_end: str) -> None:

@@ -64,6 +64,7 @@ def test_every_structure_of_a_model_is_converted(case: str, front_end: str) -> N
     check(CASES[case], front_end)
 
 
+@pytest.mark.default_case(front_end="view")
 @each_front_end
 def test_a_graph_module_inside_is_converted(front_end: str) -> None:
     inner = fx.symbolic_trace(nn.Sequential(nn.Linear(6, 6), nn.Tanh()))
@@ -72,6 +73,7 @@ def test_a_graph_module_inside_is_converted(front_end: str) -> None:
     assert torch.equal(module(*one()), under_autocast(model, one()).float())
 
 
+@pytest.mark.default_case(front_end="graph")
 @each_front_end
 def test_keys_do_not_move_when_another_layer_comes_in(front_end: str) -> None:
     def more(self: Any, x: Tensor) -> Any:
@@ -99,6 +101,7 @@ def test_hooks_of_a_container_take_effect_and_see_what_autocast_gives() -> None:
     assert module.state_dict().keys() == model.state_dict().keys()
 
 
+@pytest.mark.default_case(front_end="view", name="bf16", low=torch.bfloat16)
 @each_low("view", "graph")
 def test_a_size_that_the_data_decide_is_no_obstacle(front_end: str, name: str, low: torch.dtype) -> None:
     def forward(self: Any, x: Tensor) -> Any:

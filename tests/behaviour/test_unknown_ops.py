@@ -119,6 +119,7 @@ def _under_autocast(model: nn.Module) -> Callable[..., Any]:
     return call
 
 
+@pytest.mark.default_case(capture="ahead")
 @each_capture
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_a_custom_op_runs_as_under_autocast(case: Callable[..., Tensor], capture: str, ops: Any) -> None:
@@ -134,6 +135,7 @@ def test_a_custom_op_runs_as_under_autocast(case: Callable[..., Tensor], capture
     assert not plan.deviations
 
 
+@pytest.mark.default_case(level="O2", capture="ahead")
 @each_capture
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_beyond_o1_a_custom_op_gets_the_dtypes_that_autocast_hands_it(level: str, capture: str, ops: Any) -> None:
@@ -165,6 +167,7 @@ def test_a_module_with_such_an_op_is_copied_and_saved(tmp_path: Path) -> None:
         assert torch.equal(again(x), module(x))
 
 
+@pytest.mark.default_case(capture="ahead")
 @each_capture
 def test_by_another_choice_the_op_does_not_run_under_autocast(capture: str, ops: Any) -> None:
     model, x = Two(lambda self, x: calls_a_product(self, ops, x)), example()
@@ -173,6 +176,7 @@ def test_by_another_choice_the_op_does_not_run_under_autocast(capture: str, ops:
     assert [d.code for d in fxamp.plan_of(module).decisions if "::" in d.op] == ["keep"]
 
 
+@pytest.mark.default_case(capture="ahead")
 @each_capture
 def test_an_op_that_autocast_hands_the_wrong_dtype_fails_as_under_autocast(capture: str, ops: Any) -> None:
     model, x = Two(lambda self, x: ops.fp32_only(self.l(x))), example()
@@ -274,6 +278,7 @@ def test_a_region_is_left_where_the_op_raises(ops: Any) -> None:
     assert tensors(after)
 
 
+@pytest.mark.default_case(front_end="graph")
 @each_front_end
 def test_what_a_composite_calls_and_nothing_decomposes_runs_as_under_autocast(front_end: str) -> None:
     model = Two(lambda self, x: self.b(x, x.tanh()), b=nn.Bilinear(6, 6, 4)).eval()

@@ -93,6 +93,7 @@ def test_casts_of_the_author_are_kept(case: str, front_end: str) -> None:
     check(CASES[case], front_end)
 
 
+@pytest.mark.default_case(front_end="graph")
 @each_front_end
 def test_a_cast_that_does_nothing_shares_memory_as_before(front_end: str) -> None:
     def write(self: Any, x: Tensor) -> Any:
@@ -113,6 +114,7 @@ RELATIVE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }  # fmt: skip
 
 
+@pytest.mark.default_case(front_end="graph")
 @each_front_end
 def test_a_relative_cast_that_does_nothing_shares_memory_as_before(front_end: str) -> None:
     def write(self: Any, x: Tensor) -> dict[str, Any]:
@@ -132,6 +134,7 @@ def test_a_relative_cast_that_does_nothing_shares_memory_as_before(front_end: st
         torch.testing.assert_close(ours, gradients, rtol=0.02, atol=0.02 * len(RELATIVE))  # of all of them together
 
 
+@pytest.mark.default_case(front_end="view")
 @each_front_end
 def test_the_two_low_dtypes_meet_in_fp32(front_end: str) -> None:
     module, _ = o1(Two(half_meets_bfloat16), one(), front_end)
@@ -143,6 +146,7 @@ def test_the_two_low_dtypes_meet_in_fp32(front_end: str) -> None:
                 assert source is None or {source.dtype, node.meta["val"].dtype} != {FP16, BF16}
 
 
+@pytest.mark.default_case(front_end="graph")
 @each_front_end
 def test_a_move_to_a_device_or_format_is_no_cast(front_end: str) -> None:
     module, got = o1(Two(moves_that_are_no_casts), one(), front_end)
@@ -161,6 +165,7 @@ def test_one_layer_may_run_in_two_dtypes() -> None:
     assert (decided(module, "linear"), decided(module, "matmul")) == (["bfloat16"], ["float32"])
 
 
+@pytest.mark.default_case(front_end="view")
 @each_front_end
 def test_matrix_products_of_what_the_author_upcast_stay_fp32(front_end: str) -> None:
     def rotary(self: Any, x: Tensor) -> Tensor:
@@ -175,6 +180,7 @@ def test_matrix_products_of_what_the_author_upcast_stay_fp32(front_end: str) -> 
     assert decided(module, "linear") == ["bfloat16"]
 
 
+@pytest.mark.default_case(front_end="graph")
 @pytest.mark.parametrize("front_end", ["view", "graph"])
 def test_a_cast_that_does_nothing_under_autocast_is_no_upcast(front_end: str) -> None:
     def routed(self: Any, x: Tensor) -> Tensor:
@@ -188,6 +194,7 @@ def test_a_cast_that_does_nothing_under_autocast_is_no_upcast(front_end: str) ->
     assert decided(module, "linear") == ["bfloat16"] * 2
 
 
+@pytest.mark.default_case(front_end="graph")
 @each_front_end
 def test_a_relative_cast_to_fp32_does_not_restore_what_the_author_made_low(front_end: str) -> None:
     def distances(self: Any, x: Tensor) -> Any:
@@ -198,6 +205,7 @@ def test_a_relative_cast_to_fp32_does_not_restore_what_the_author_made_low(front
     assert torch.equal(module(*one())[0], under_autocast(model, one())[0])
 
 
+@pytest.mark.default_case(front_end="graph")
 @each_front_end
 def test_the_other_low_dtype_is_no_reason_to_fail_or_to_round_again(front_end: str) -> None:
     def island(self: Any, x: Tensor) -> Any:
@@ -213,6 +221,7 @@ def test_the_other_low_dtype_is_no_reason_to_fail_or_to_round_again(front_end: s
     assert (matmul.colour, matmul.code) in {("float32", "user_cast"), ("bfloat16", "user_cast")}
 
 
+@pytest.mark.default_case(front_end="view")
 @each_front_end
 def test_an_explicit_dtype_wins_at_every_level(front_end: str) -> None:
     def explicit(self: Any, x: Tensor) -> Any:
@@ -229,6 +238,7 @@ def test_an_explicit_dtype_wins_at_every_level(front_end: str) -> None:
         assert (got[0] - 1).abs().max() < (1e-6 if level != "O3" else 0.01)  # O3 may round what a sum is given
 
 
+@pytest.mark.default_case(front_end="graph")
 @each_front_end
 def test_a_round_trip_that_the_author_wrote_rounds(front_end: str) -> None:
     def rounded(self: Any, x: Tensor) -> Any:
@@ -241,6 +251,7 @@ def test_a_round_trip_that_the_author_wrote_rounds(front_end: str) -> None:
             assert not torch.equal(ours, example())
 
 
+@pytest.mark.default_case(level="O3")
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_a_cast_that_does_nothing_in_a_no_grad_region_keeps_its_gradient(level: str) -> None:
     def outer(self: Any, x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from tests.support.helpers import Two, example
 pytestmark = FRESH
 
 
+@pytest.mark.default_case(front_end="graph")
 @each_front_end
 def test_no_weight_is_stale_and_no_gradient_is_lost(front_end: str) -> None:
     torch.manual_seed(0)
@@ -47,6 +48,7 @@ def test_no_weight_is_stale_and_no_gradient_is_lost(front_end: str) -> None:
             assert torch.equal(after.bfloat16(), model(*one()))
 
 
+@pytest.mark.default_case(front_end="graph")
 @each_front_end
 @pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm"])
 @pytest.mark.parametrize("root", [True, False], ids=["root", "child"])
@@ -74,6 +76,7 @@ def test_a_parametrized_weight_is_computed_in_fp32_at_every_call(kind: str, root
     assert all(p.grad is not None and p.grad.dtype == F32 for p in layer.parameters())
 
 
+@pytest.mark.default_case(front_end="view")
 @each_front_end
 def test_a_frozen_low_base_is_not_cast_and_its_adapters_train(front_end: str) -> None:
     def adapted(self: Any, x: Tensor) -> Tensor:

@@ -94,6 +94,7 @@ def test_a_branch_on_data_makes_two_graphs_of_a_view_and_is_not_exported() -> No
     assert kept.graphs > 1
 
 
+@pytest.mark.default_case(front_end="graph")
 @pytest.mark.parametrize("front_end", coverage.FRONT_ENDS)
 def test_a_model_that_fails_is_a_row(front_end: str) -> None:
     row = coverage.FRONT_ENDS[front_end]("Failing")

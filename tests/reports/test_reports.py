@@ -208,6 +208,7 @@ def test_the_committed_gradients_are_nearly_as_good_as_autocasts(model: str) -> 
         assert rows[low, "O2"] <= (2 if model in FARTHER else 1.5) * rows[low, "torch.autocast"]
 
 
+@pytest.mark.default_case(front_end="graph")
 @pytest.mark.parametrize("front_end", coverage.FRONT_ENDS)
 def test_the_committed_coverage_is_whole(front_end: str) -> None:
     if not REPORTS.joinpath("coverage.json").exists():

@@ -82,6 +82,7 @@ def net(forward: Callable[..., Any], **parts: Any) -> Layers:
     return Layers(forward, l=nn.Linear(6, 6), **parts)
 
 
+@pytest.mark.default_case(front_end="graph")
 @pytest.mark.parametrize("front_end", judge.FRONT_ENDS)
 def test_an_ordinary_model_is_ok_at_every_level(front_end: str) -> None:
     torch.manual_seed(0)
@@ -89,6 +90,7 @@ def test_an_ordinary_model_is_ok_at_every_level(front_end: str) -> None:
     assert {level: verdict.kind for level, verdict in found.items()} == dict.fromkeys(LEVELS, "ok")
 
 
+@pytest.mark.default_case(front_end="graph")
 @pytest.mark.parametrize("front_end", judge.FRONT_ENDS[:2])
 def test_a_changed_value_is_a_mismatch_at_every_level(front_end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     of = Subject.run
@@ -115,6 +117,7 @@ def tiny(self: Any, x: Tensor) -> Any:
     return (x * 1e-7).prod(-1).remainder(1.5), torch.kron(self.gain, self.table)
 
 
+@pytest.mark.default_case(low="fp16")
 @pytest.mark.parametrize("low", ["bf16", "fp16"])
 def test_what_every_op_may_round_counts_in_backward_too_and_with_tiny_numbers(low: str) -> None:
     torch.manual_seed(0)
@@ -136,6 +139,7 @@ def loss(self: Any, x: Tensor, y: Tensor) -> Any:
     return torch.nn.functional.nll_loss(x.log_softmax(-1), y)
 
 
+@pytest.mark.default_case(front_end="view")
 @pytest.mark.parametrize("front_end", judge.FRONT_ENDS)
 def test_what_the_model_gives_low_and_autocast_in_fp32_is_autocasts_rounded(front_end: str) -> None:
     torch.manual_seed(0)
@@ -256,6 +260,8 @@ def test_a_failure_is_torchs_only_where_it_fails_alike(kind: str, monkeypatch: p
         assert judged(subject, "view", ("O0",))["O0"].kind == judge.TORCH
 
 
+@pytest.mark.default_case(front_end="view", level="O1")
+@pytest.mark.default_case(front_end="ambient", level="O3")
 @pytest.mark.parametrize("front_end", ["view", "ambient"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_what_torch_compile_changes_is_compared_with_what_it_gives(

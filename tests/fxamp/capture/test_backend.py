@@ -303,6 +303,7 @@ def test_a_misspelt_option_is_named() -> None:
 # Ambient autocast chooses the dtype and nothing else.
 
 
+@pytest.mark.default_case(dtype=torch.float16)
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_ambient_autocast_as_a_state(inner: str, dtype: torch.dtype) -> None:

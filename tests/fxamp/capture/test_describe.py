@@ -254,6 +254,7 @@ def test_a_dtype_of_the_modules_own_is_the_authors(forward: Any, ambient: bool, 
     assert torch.equal(got.to(BF16), expected)
 
 
+@pytest.mark.default_case(policy="O2")
 @pytest.mark.parametrize("policy", ["O0", "O1", "O2"])
 def test_what_a_compiled_model_makes_of_low_weights_of_its_own_is_low(policy: str) -> None:
     got = fxamp.compile(Model(low_weight), policy=policy, backend="eager")(example())

@@ -368,6 +368,7 @@ def test_generation_is_in_the_plan() -> None:
 # Afterwards everything is as before.
 
 
+@pytest.mark.default_case(policy="O1,dtype=bf16")
 @pytest.mark.parametrize("policy", [None, O1, O2])
 def test_a_census_leaves_everything_as_it_was(policy: str | None) -> None:
     model = Net()

@@ -236,6 +236,7 @@ def mean_square(out: torch.Tensor) -> torch.Tensor:
     return out.float().square().mean()
 
 
+@pytest.mark.default_case(policy="O1,dtype=bf16")
 @pytest.mark.parametrize("breaks", [False, True])
 @pytest.mark.parametrize("policy", ["O1,dtype=bf16", "O1,dtype=bf16,share_casts=storage", "O2,dtype=bf16"])
 def test_what_is_decided_on_captured_graphs_is_what_a_capture_of_its_own_gives(policy: str, breaks: bool) -> None:

@@ -25,6 +25,7 @@ def given(name: str, batches: int = 2) -> Step:
     return step_of(zoo.build().eval(), batches=[kwargs or args[0] for args, kwargs in made], loss=zoo.loss)
 
 
+@pytest.mark.default_case(low=torch.float16)
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
 def test_stochastic_rounding_is_right_on_average_and_keeps_what_fits(low: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -44,6 +45,7 @@ def test_stochastic_rounding_is_right_on_average_and_keeps_what_fits(low: torch.
     assert beyond.isnan()[1]
 
 
+@pytest.mark.default_case(low=torch.bfloat16)
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
 def test_masks_are_not_rounded(low: torch.dtype) -> None:
     lowest = torch.finfo(torch.float32).min

@@ -311,6 +311,7 @@ def test_a_loss_scale_that_is_too_large_is_told_with_the_largest_that_fits() -> 
     assert fxamp.find_overflow(fxamp.convert(model, policy=found.policy), X, loss=mean_square, scale=2.0**22) is None
 
 
+@pytest.mark.default_case(policy="O3,dtype=fp16")
 @pytest.mark.parametrize("policy", [O1, O2, "O3,dtype=fp16"])
 def test_masks_of_a_real_model_are_no_overflow_and_all_is_as_before(policy: str) -> None:
     tf = pytest.importorskip("transformers")

@@ -154,6 +154,7 @@ def test_hooks_on_all_optimizers_are_called_for_every_step(compile: Any) -> None
 # ------------------------------------------------------------------------------------- gradients that are there
 
 
+@pytest.mark.default_case(policy="O1,dtype=fp16")
 @pytest.mark.filterwarnings("ignore:FP16 gradients without a loss scale")
 @pytest.mark.parametrize("policy", [FP16, BF16])
 def test_gradients_that_are_there_when_a_window_opens_are_cleared_and_that_is_said(

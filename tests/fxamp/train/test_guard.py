@@ -86,6 +86,7 @@ def test_a_loss_that_alone_is_not_finite_is_counted() -> None:
     assert [r.metrics()["nonfinite_losses"] for r in results] == [0, 1, 2]
 
 
+@pytest.mark.default_case(policy="O1,dtype=fp16")
 @pytest.mark.parametrize("policy", [BF16, "O1,dtype=fp16"])
 def test_there_is_one_limit_of_skipped_steps(policy: str) -> None:
     model = converted(policy)
@@ -113,6 +114,7 @@ class Two(nn.Module):
         return self.a(x) * factor, self.b(x)
 
 
+@pytest.mark.default_case(policy="O1,dtype=fp16")
 @pytest.mark.parametrize("policy", [BF16, "O1,dtype=fp16"])
 def test_at_the_limit_what_stepped_is_counted_and_its_scheduler_has_stepped(policy: str) -> None:
     model = converted(policy, Two)

@@ -81,6 +81,7 @@ def window(step: TrainStep) -> list[Tensor]:
     return weights(step)
 
 
+@pytest.mark.default_case(dtype="bf16")
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize(("dtype", "clip"), [("bf16", 1.0), ("fp16", 1.0), ("bf16", None), ("fp16", None)])
 def test_an_interrupt_at_any_line_leaves_nothing_open(dtype: str, clip: float | None, last: bool) -> None:

@@ -166,6 +166,7 @@ class Critic(nn.Module):
         return self.layers(x)
 
 
+@pytest.mark.default_case(policy="O2,dtype=bf16")
 @pytest.mark.parametrize("policy", ["O1,dtype=fp16", "O2,dtype=bf16"])
 def test_a_gradient_penalty_is_the_same_at_every_scale_and_near_that_of_fp32(policy: str) -> None:
     torch.manual_seed(0)

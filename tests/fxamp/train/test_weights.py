@@ -97,6 +97,7 @@ def casts_of(run: Callable[[], object]) -> int:
 # ------------------------------------------------------------------------------------- the same bits
 
 
+@pytest.mark.default_case(policy="O2,dtype=bf16")
 @pytest.mark.usefixtures("eager_and_traced")
 @pytest.mark.parametrize("policy", ["O1,dtype=bf16", "O2,dtype=bf16", NEVER])
 def test_every_gradient_within_a_window_is_that_of_casts_at_every_use(policy: str) -> None:
@@ -164,6 +165,7 @@ def test_a_model_called_twice_in_a_micro_batch_sums_gradients_as_before() -> Non
 # ------------------------------------------------------------------------------------- fewer casts
 
 
+@pytest.mark.default_case(policy="O1,dtype=bf16")
 @pytest.mark.parametrize("policy", ["O1,dtype=bf16", "O2,dtype=bf16"])
 def test_a_window_casts_each_weight_once(policy: str) -> None:
     counts = {}

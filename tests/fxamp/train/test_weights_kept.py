@@ -80,6 +80,7 @@ class Critic(nn.Module):
         return self.layers(x)
 
 
+@pytest.mark.default_case(policy="O1,dtype=fp16")
 @pytest.mark.parametrize("policy", [FP16, BF16])
 def test_a_critic_with_norms_and_a_gradient_penalty_trains_the_same_with_weights_kept(policy: str) -> None:
     results = []

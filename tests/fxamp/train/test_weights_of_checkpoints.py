@@ -79,6 +79,7 @@ def trained(
     return [*results, *model.parameters()], casts.count, step
 
 
+@pytest.mark.default_case(policy="O2,dtype=bf16")
 @pytest.mark.parametrize("policy", ["O1,dtype=bf16", "O2,dtype=bf16"])
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_a_weight_inside_a_checkpoint_is_cast_once_a_window(kind: Callable[[], nn.Module], policy: str) -> None:

@@ -40,6 +40,7 @@ def assert_plan_ran(model: Any) -> None:
 # ------------------------------------------------------------------------------------- two phases
 
 
+@pytest.mark.default_case(policy="O1,dtype=fp16")
 @pytest.mark.parametrize("policy", [FP16, BF16])
 @pytest.mark.parametrize("weights", ["per_use", "per_step"])
 def test_two_phases_are_the_call(policy: str, weights: Any) -> None:
@@ -171,6 +172,7 @@ def test_the_gradient_of_unequal_micro_batches_is_that_of_all_together(policy: s
     torch.testing.assert_close(result.mean_loss, loss.detach(), rtol=1e-6 if policy == "O0" else 1e-2, atol=0)
 
 
+@pytest.mark.default_case(policy="O2,dtype=bf16")
 @pytest.mark.parametrize("policy", [FP16, BF16])
 @pytest.mark.parametrize("weight", [0.1, 7, torch.tensor(3.0)])
 def test_with_equal_weights_it_is_what_it_is_without(policy: str, weight: Any) -> None:
@@ -424,6 +426,7 @@ def test_a_switch_that_cannot_be_is_refused() -> None:
     assert step(X[1]).stepped
 
 
+@pytest.mark.default_case(policy="O1,dtype=fp16")
 @pytest.mark.parametrize("policy", [FP16, BF16])
 def test_a_gradient_that_a_hook_makes_nan_skips_where_gradients_are_clipped(policy: str) -> None:
     model = converted(policy)

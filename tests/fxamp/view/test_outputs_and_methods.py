@@ -39,6 +39,7 @@ def broken(self: Any, x: Tensor) -> Any:
 # Values.
 
 
+@pytest.mark.default_case(low=torch.bfloat16)
 @pytest.mark.parametrize("low", [BF16, FP16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 def test_python_between_graphs_is_autocasts(inner: str, low: torch.dtype) -> None:
@@ -287,6 +288,7 @@ def test_outputs_have_the_dtypes_of_the_model_where_dynamo_captures_nothing() ->
     assert got[2] is model.table
 
 
+@pytest.mark.default_case(level="O3")
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_complex_numbers_of_16_bits_leave_as_they_are_in_the_model(level: str) -> None:
     model, x = Two(lambda self, x: (torch.complex(x, x), self.l(x.float()))), example().half()

@@ -113,6 +113,7 @@ def test_an_override_that_matches_nothing_or_contradicts_another_is_an_error(
         convert(lambda m, x: m.first(x), policy)
 
 
+@pytest.mark.default_case(low="fp16")
 @pytest.mark.parametrize("low", ["bf16", "fp16"])
 def test_the_lowest_number_of_the_dtype_that_a_value_has_is_that_of_the_low_one(low: str) -> None:
     def masked(m: Any, x: Tensor) -> Tensor:
@@ -137,6 +138,7 @@ def test_a_write_through_a_view_reaches_what_the_author_made_low() -> None:
     assert torch.equal(convert(write)(X), Net(write)(X))
 
 
+@pytest.mark.default_case(level="O2")
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_a_view_whose_bits_are_read_is_as_wide_as_in_the_model(level: str) -> None:
     def read(m: Any, x: Tensor) -> Any:
@@ -149,6 +151,7 @@ def test_a_view_whose_bits_are_read_is_as_wide_as_in_the_model(level: str) -> No
     assert bits.shape == others.shape
 
 
+@pytest.mark.default_case(level="O3")
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_a_low_value_with_a_tiny_bound_that_is_written_stays_the_authors(level: str) -> None:
     def write(m: Any, x: Tensor) -> Tensor:
@@ -185,6 +188,7 @@ def test_a_copy_that_autocast_makes_of_written_storage_is_a_deviation_by_name() 
     assert {d.code for d in fxamp.plan_of(module).deviations} == {"mutated"}
 
 
+@pytest.mark.default_case(level="O2")
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_a_cast_of_the_author_s_stays_a_copy_where_what_it_casts_is_written(level: str) -> None:
     def write(m: Any, x: Tensor) -> Tensor:
@@ -218,6 +222,7 @@ def test_a_cast_to_the_dtype_of_an_item_stays_a_copy_where_that_is_written() -> 
     assert torch.equal(given, X)
 
 
+@pytest.mark.default_case(level="O3")
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_a_cast_of_what_a_checkpoint_gives_stays_a_copy_where_it_is_written(level: str) -> None:
     def write(m: Any, x: Tensor) -> Tensor:
@@ -241,6 +246,7 @@ def test_beside_64_bits_what_autocast_makes_fp32_is_fp32() -> None:
         assert torch.equal(got, Net(loss)(X))
 
 
+@pytest.mark.default_case(level="O3")
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_a_cast_that_does_nothing_restores_no_dtype_wider_than_fp32(level: str) -> None:
     def twice(m: Any, x: Tensor) -> Tensor:
@@ -322,6 +328,7 @@ def test_what_is_in_the_other_low_dtype_stays_in_it_at_o3() -> None:
     assert torch.equal(wide, body(Net(body), X)[0])
 
 
+@pytest.mark.default_case(level="O2")
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_what_is_in_the_other_low_dtype_makes_no_op_low(level: str) -> None:
     def body(m: Any, x: Tensor) -> Any:
@@ -420,6 +427,7 @@ def test_at_o1_sums_into_an_accumulator_are_autocasts(op: str) -> None:
     assert torch.equal(convert(f)(X), expected)
 
 
+@pytest.mark.default_case(level="O2")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_tensor_made_of_a_tensor_is_a_cast_that_returns_its_operand_where_it_can(level: str) -> None:
     def write(m: Any, x: Tensor) -> Tensor:
@@ -443,6 +451,7 @@ def test_a_low_dtype_that_autocast_does_not_make_is_the_authors() -> None:
         assert torch.equal(got, Net(outside)(given))
 
 
+@pytest.mark.default_case(level="O3")
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_without_inputs_a_value_of_64_bits_stays_one(level: str) -> None:
     converted = fxamp.convert(Net(lambda m, x: torch.rand_like(x @ x.t()) + x @ x.t()), policy=f"{level},dtype=bf16")
@@ -481,6 +490,7 @@ def test_a_cast_to_a_dtype_that_is_read_at_run_time_shares_what_is_written_as_be
     assert torch.equal(converted(X), torch.zeros(X.shape[-1]))
 
 
+@pytest.mark.default_case(level="O3")
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")  # which torch says once in a process
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_without_inputs_an_op_that_takes_one_dtype_alone_is_given_one(level: str) -> None:

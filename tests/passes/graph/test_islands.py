@@ -132,6 +132,7 @@ def activation_casts(module: Any) -> list[torch.dtype]:
     return [dtype for value, dtype in made if value.meta["val"].dtype != dtype]
 
 
+@pytest.mark.default_case(low="bf16")
 @every_norm(("bf16",), "low", "fp16")
 def test_a_norm_written_by_hand_is_one_fp32_island_with_one_cast_in_and_one_out(
     norm: Callable[[Tensor], Tensor], low: str
@@ -144,11 +145,13 @@ def test_a_norm_written_by_hand_is_one_fp32_island_with_one_cast_in_and_one_out(
     assert activation_casts(module) == [dtype, torch.float32, dtype, torch.float32]  # input, in, out, output
 
 
+@pytest.mark.default_case(policy="O1")
 @pytest.mark.parametrize("policy", ["O1,dtype=fp16", "O1"])
 def test_at_o1_there_are_no_islands(policy: str) -> None:
     assert "island" not in colours(graph_of(Block(rms), inputs(), policy))
 
 
+@pytest.mark.default_case(policy="O2,dtype=fp16")
 @every_norm(("O2,dtype=fp16",), "policy", "O3,dtype=fp16")
 def test_a_norm_of_large_values_matches_fp32(norm: Callable[[Tensor], Tensor], policy: str) -> None:
     if norm is moments:
@@ -166,6 +169,7 @@ def test_a_norm_of_large_values_matches_fp32(norm: Callable[[Tensor], Tensor], p
     assert (module(x) - expected).abs().max() <= bound
 
 
+@pytest.mark.default_case(low="bf16")
 @both_dtypes
 def test_the_norm_of_a_zero_row_is_zero(low: str) -> None:
     x = torch.cat([torch.zeros(1, 64), inputs(3)])
@@ -200,6 +204,7 @@ class T5Norm(LlamaNorm):
         return self.weight * (hidden * torch.rsqrt(variance + EPS))
 
 
+@pytest.mark.default_case(low="bf16")
 @both_dtypes
 @pytest.mark.parametrize("norm", [LlamaNorm, T5Norm])
 def test_a_stack_of_the_norms_of_transformers_has_one_cast_in_and_one_out_each(norm: type[nn.Module], low: str) -> None:
@@ -215,6 +220,7 @@ def test_a_stack_of_the_norms_of_transformers_has_one_cast_in_and_one_out_each(n
     assert activation_casts(*fxamp.graphs(module)) == [dtype, *[torch.float32, dtype] * 2, torch.float32]
 
 
+@pytest.mark.default_case(low="bf16")
 @both_dtypes
 def test_a_norm_between_a_product_and_fp32_is_not_brought_down_in_between(low: str) -> None:
     """Autocast casts down for the author's cast, and up for the weight: from O2 on FP32 stays what it is."""
@@ -270,6 +276,7 @@ def test_a_diff_shows_where_a_cast_comes_out_fp32() -> None:
         assert line.endswith("runs in float32") == (mark == "!")
 
 
+@pytest.mark.default_case(low="fp16")
 @both_dtypes
 def test_biases_gammas_and_scales_follow_the_activation(low: str) -> None:
     def chain(self: Any, x: Tensor) -> Tensor:

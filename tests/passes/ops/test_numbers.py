@@ -115,6 +115,8 @@ def leg(front_end: str, policy: str, at: int, spelling: str) -> Any:
 LEGS = [(f, policy) for f in FRONT_ENDS for policy in ("O1,dtype=fp16", "O2,dtype=fp16", "O1", "O2")]
 
 
+@pytest.mark.default_case(front_end="graph", policy="O1,dtype=fp16")
+@pytest.mark.default_case(front_end="view", policy="O2")
 @pytest.mark.parametrize(
     ("front_end", "policy", "spelling"), [leg(*way, at, s) for way in LEGS for at, s in enumerate(SPELLINGS)]
 )
@@ -129,6 +131,7 @@ def test_a_mask_gives_what_it_gives_in_fp32(front_end: str, policy: str, spellin
             assert all(torch.isfinite(p.grad).all() for p in masked.parameters() if p.grad is not None), fill
 
 
+@pytest.mark.default_case(policy="O1")
 @pytest.mark.parametrize("policy", ["O1", "O1,dtype=fp16"])
 @pytest.mark.parametrize("spelling", ["masked_fill", "added product"])
 def test_a_mask_of_a_number_that_fits_is_as_under_autocast(spelling: str, policy: str) -> None:
@@ -138,6 +141,7 @@ def test_a_mask_of_a_number_that_fits_is_as_under_autocast(spelling: str, policy
     assert "literal" not in {d.code for d in fxamp.plan_of(module).decisions}
 
 
+@pytest.mark.default_case(low="bf16")
 @pytest.mark.parametrize("low", DTYPES)
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_lowest_number_is_the_low_dtypes_own_in_the_mask_of_an_attention(mask: str, low: str) -> None:
@@ -312,6 +316,7 @@ def behind(function: Callable[[Tensor], Tensor], value: float) -> nn.Module:
     return Layers(lambda self, x: self.function(self.first(x)), first=layer, function=function)
 
 
+@pytest.mark.default_case(level="O2")
 @pytest.mark.parametrize(("name", "level"), [*((name, "O2") for name in EPSILONS), ("log", "O3"), ("rsqrt", "O3")])
 def test_a_tiny_eps_keeps_its_node_fp32_and_what_it_protects_finite(name: str, level: str) -> None:
     model = behind(EPSILONS[name], 0.0)

@@ -58,6 +58,7 @@ def disabled(m: Any) -> Tensor:
         return m.inv_freq[None, :, None].float() @ (FAR + torch.arange(8))[None, None].float()
 
 
+@pytest.mark.default_case(policy="O1")
 @pytest.mark.parametrize(
     "policy",
     [
@@ -91,6 +92,7 @@ def test_at_o1_they_are_what_autocast_makes_of_them() -> None:
         assert torch.equal(module(X), net(OUTER["matmul"])(X))
 
 
+@pytest.mark.default_case(policy="O2,dtype=fp16")
 @pytest.mark.parametrize("policy", ["O2", "O2,dtype=fp16"])
 def test_what_bounds_a_position_may_be_low(policy: str) -> None:
     def rotated(m: Any, x: Tensor) -> Tensor:

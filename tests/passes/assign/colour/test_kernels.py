@@ -45,6 +45,7 @@ def _rules(monkeypatch: pytest.MonkeyPatch) -> None:
         fxamp.register_rule(name, "low")
 
 
+@pytest.mark.default_case(front_end="graph")
 @pytest.mark.parametrize("front_end", ["view", "graph"])
 def test_a_custom_op_that_fails_in_low_is_kept(front_end: str) -> None:
     def f(self: Two, x: Tensor) -> Any:
@@ -102,6 +103,7 @@ def test_to_try_an_op_draws_no_random_numbers(monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.default_case(front_end="view", level="O2")
 @pytest.mark.filterwarnings("ignore:FP16 gradients")
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 @pytest.mark.parametrize("front_end", ["view", "graph"])
@@ -126,6 +128,7 @@ def test_an_op_that_one_low_dtype_lacks_in_training_alone(front_end: str, level:
         assert plain == "float16" or level == "O2"  # which places it where it is read
 
 
+@pytest.mark.default_case(front_end="graph")
 @pytest.mark.parametrize("front_end", ["view", "graph"])
 def test_an_op_of_torchs_without_a_low_kernel_is_kept(front_end: str) -> None:
     def f(self: Two, x: Tensor) -> Tensor:
@@ -141,6 +144,7 @@ def test_an_op_of_torchs_without_a_low_kernel_is_kept(front_end: str) -> None:
     assert {d.code for d in fxamp.plan_of(converted).decisions if d.op == "complex"} == {"keep"}
 
 
+@pytest.mark.default_case(front_end="view")
 @pytest.mark.parametrize("front_end", ["view", "graph"])
 def test_a_graph_over_two_devices(front_end: str) -> None:
     def f(self: Any, x: Tensor) -> Any:

@@ -111,6 +111,7 @@ def test_o2_stores_low_what_pays_and_keeps_what_is_out_of_range() -> None:
     assert torch.isfinite(convert(body, "O2,dtype=fp16", x)(x)).all()
 
 
+@pytest.mark.default_case(level="O2")
 @pytest.mark.filterwarnings("ignore:FP16 gradients")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_gradients_stay_near_the_truth(level: str) -> None:
