@@ -28,10 +28,10 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from reports import casts  # noqa: E402
-from reports.baseline import UnderAutocast, distance  # noqa: E402
 from reports.made import made, write  # noqa: E402
-from reports.subjects import Subject, compiled, counts_of, oracle, run, set_mode, subject  # noqa: E402
-from reports.zoo import BY_NAME, NO_FP16_ON_CPU, Zoo  # noqa: E402
+from tests.support.baseline import UnderAutocast, distance  # noqa: E402
+from tests.support.subjects import Subject, compiled, counts_of, oracle, run, set_mode, subject  # noqa: E402
+from tests.support.zoo import BY_NAME, NO_FP16_ON_CPU, Zoo  # noqa: E402
 
 LOWS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Those of casts.py, in BF16 alone: FP16 takes a CPU minutes.

@@ -34,7 +34,7 @@ from fxamp.measure.counts import laps  # noqa: E402
 from reports import casts  # noqa: E402
 from reports.made import made, write  # noqa: E402
 from reports.timing import Timing  # noqa: E402
-from reports.zoo import BY_NAME as ZOO  # noqa: E402
+from tests.support.zoo import BY_NAME as ZOO  # noqa: E402
 
 OF_CASTS = ("bert_64", "bert_128", "bert_256", "bert_256_1", "vit", "gpt2")
 MODELS = (*OF_CASTS, "lenet5", "unet", "resnet18", "hf_t5")

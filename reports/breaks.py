@@ -33,13 +33,13 @@ import fxamp  # noqa: E402  (the path comes first)
 from passes._torch import pytree  # noqa: E402
 from passes.contract.errors import CaptureError, FxampError  # noqa: E402
 from reports.made import made, write  # noqa: E402
-from reports.trial.generate import generate, runs  # noqa: E402
-from reports.trial.interrupted import KINDS, interrupted  # noqa: E402
-from reports.trial.judge import FAILURES, TORCH, Subject, judged, quiet  # noqa: E402
-from reports.trial.options import add_options  # noqa: E402
-from reports.trial.program import Program  # noqa: E402
-from reports.trial.runs import without_fused_layers  # noqa: E402
-from reports.trial.workers import Found, Record, run_all  # noqa: E402
+from tests.support.trial.generate import generate, runs  # noqa: E402
+from tests.support.trial.interrupted import KINDS, interrupted  # noqa: E402
+from tests.support.trial.judge import FAILURES, TORCH, Subject, judged, quiet  # noqa: E402
+from tests.support.trial.options import add_options  # noqa: E402
+from tests.support.trial.program import Program  # noqa: E402
+from tests.support.trial.runs import without_fused_layers  # noqa: E402
+from tests.support.trial.workers import Found, Record, run_all  # noqa: E402
 
 WANTED, CALLS = 1000, 4
 RECORD = HERE.parent / "build" / "trial" / "breaks.jsonl"

@@ -44,11 +44,12 @@ from fxamp.observe.workload import loss_of, output_of  # noqa: E402
 from passes.graph.notes import is_inserted  # noqa: E402
 from passes.graph.values import node_names  # noqa: E402
 from passes.ops.rules import LOW, row_of  # noqa: E402
-from reports import architectures, libraries, zoo  # noqa: E402
+from reports import libraries  # noqa: E402
 from reports.made import made, write  # noqa: E402
 from reports.timing import interleaved  # noqa: E402
-from reports.trial.options import add_options  # noqa: E402
-from reports.trial.workers import Found, Record, run_all  # noqa: E402
+from tests.support import architectures, zoo  # noqa: E402
+from tests.support.trial.options import add_options  # noqa: E402
+from tests.support.trial.workers import Found, Record, run_all  # noqa: E402
 
 RECORD = HERE.parent / "build" / "trial" / "census.jsonl"
 SEED = 33

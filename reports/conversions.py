@@ -38,14 +38,14 @@ sys.path.insert(0, str(HERE.parent))
 import fxamp  # noqa: E402  (the path comes first)
 from fxamp.measure.fake_cuda import library, model, tally  # noqa: E402
 from fxamp.observe.workload import floats  # noqa: E402
-from reports import architectures, zoo  # noqa: E402
 from reports.made import made, write  # noqa: E402
-from reports.trial.covered import read_outside  # noqa: E402
-from reports.trial.facts import differing, facts  # noqa: E402
-from reports.trial.judge import quiet  # noqa: E402
-from reports.trial.options import add_options  # noqa: E402
-from reports.trial.workers import Found, Record, run_all  # noqa: E402
-from reports.trial.writers import PLACES, WRITES, X, model_that  # noqa: E402
+from tests.support import architectures, zoo  # noqa: E402
+from tests.support.trial.covered import read_outside  # noqa: E402
+from tests.support.trial.facts import differing, facts  # noqa: E402
+from tests.support.trial.judge import quiet  # noqa: E402
+from tests.support.trial.options import add_options  # noqa: E402
+from tests.support.trial.workers import Found, Record, run_all  # noqa: E402
+from tests.support.trial.writers import PLACES, WRITES, X, model_that  # noqa: E402
 
 RECORD = HERE.parent / "build" / "trial" / "conversions.jsonl"
 POLICY = "O1,dtype=bf16"

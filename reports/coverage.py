@@ -39,11 +39,11 @@ from fxamp.observe.workload import floats  # noqa: E402
 from passes._torch import pytree  # noqa: E402
 from passes.contract.reasons import DEVIATIONS  # noqa: E402
 from reports import held_out  # noqa: E402
-from reports.architectures import BY_NAME, Inputs  # noqa: E402
-from reports.baseline import UnderAutocast, distance  # noqa: E402
 from reports.made import made, write  # noqa: E402
-from reports.trial.first import NOWHERE, Calls, Pair, first_difference  # noqa: E402
-from reports.trial.judge import as_graph, pair_of  # noqa: E402
+from tests.support.architectures import BY_NAME, Inputs  # noqa: E402
+from tests.support.baseline import UnderAutocast, distance  # noqa: E402
+from tests.support.trial.first import NOWHERE, Calls, Pair, first_difference  # noqa: E402
+from tests.support.trial.judge import as_graph, pair_of  # noqa: E402
 
 POLICY, LOW = "O1,dtype=bf16", torch.bfloat16
 VIEW, GRAPH = "view", "graph"

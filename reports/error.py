@@ -46,10 +46,10 @@ from fxamp.error.report import ErrorReport, Tally, squared  # noqa: E402
 from fxamp.error.rounding import rounded  # noqa: E402
 from fxamp.observe.emulation import Observer, Site  # noqa: E402
 from fxamp.observe.workload import floats  # noqa: E402
-from reports.architectures import BY_NAME as ARCHITECTURES  # noqa: E402
 from reports.made import made, sentence  # noqa: E402
 from reports.plot import scatter  # noqa: E402
-from reports.zoo import BY_NAME as ZOO  # noqa: E402
+from tests.support.architectures import BY_NAME as ARCHITECTURES  # noqa: E402
+from tests.support.zoo import BY_NAME as ZOO  # noqa: E402
 
 SEED, EXAMPLES, SEEN, OTHERS, ATTRIBUTED, TUNED_ON = 34, 4, 3, 8, 8, 24
 UNSEEN = 36  # batches that a plan is measured on, beside those that it was tuned on

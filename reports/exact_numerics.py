@@ -44,9 +44,9 @@ sys.path.insert(0, str(HERE.parent))
 import fxamp  # noqa: E402  (the path comes first)
 from fxamp.observe.workload import floats  # noqa: E402
 from passes.contract.reasons import Code  # noqa: E402
-from reports.architectures import ARCHITECTURES, BY_NAME  # noqa: E402
-from reports.baseline import UnderAutocast  # noqa: E402
 from reports.made import made, write  # noqa: E402
+from tests.support.architectures import ARCHITECTURES, BY_NAME  # noqa: E402
+from tests.support.baseline import UnderAutocast  # noqa: E402
 
 SECONDS = 900
 FP32_ROUNDING = 1e-6

@@ -29,7 +29,7 @@ import fxamp  # noqa: E402
 from fxamp.cli.targets import Target, configured  # noqa: E402
 from fxamp.convert import to_read  # noqa: E402
 from fxamp.report.reader import with_totals  # noqa: E402
-from reports.zoo import BY_NAME  # noqa: E402  (the path comes first)
+from tests.support.zoo import BY_NAME  # noqa: E402  (the path comes first)
 
 
 def _made(name: str) -> tuple[nn.Module, Any, Any]:

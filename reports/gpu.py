@@ -50,16 +50,16 @@ from passes._torch import pytree  # noqa: E402
 from passes.contract.reasons import DEVIATIONS  # noqa: E402
 from passes.ops.facts import NAMES  # noqa: E402
 from reports import measure_facts  # noqa: E402
-from reports.baseline import UnderAutocast  # noqa: E402
 from reports.casts import _machine, _word  # noqa: E402
 from reports.made import made as making  # noqa: E402
 from reports.made import write as write_report  # noqa: E402
 from reports.measure_facts import same  # noqa: E402
 from reports.timing import interleaved  # noqa: E402
-from reports.trial.cuda import rows_of  # noqa: E402
-from reports.trial.first import Calls  # noqa: E402
-from reports.trial.generate import generate  # noqa: E402
-from reports.trial.program import Program  # noqa: E402
+from tests.support.baseline import UnderAutocast  # noqa: E402
+from tests.support.trial.cuda import rows_of  # noqa: E402
+from tests.support.trial.first import Calls  # noqa: E402
+from tests.support.trial.generate import generate  # noqa: E402
+from tests.support.trial.program import Program  # noqa: E402
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -932,8 +932,8 @@ SECTIONS = {
         "Random programs", 60, program_tasks, ("seeds", *VERDICTS, "differs"),
         "O1 against autocast, outputs and gradients bit by bit; every third program in FP16. As captured: not equal,\n"
         "but with the bits of `torch.compile(backend=\"eager\")` under autocast. The seeds of those that differ are\n"
-        "named: the program is `reports.trial.generate.generate(seed)`. One that makes tensors on the CPU fails in\n"
-        "eager mode, or differs where it computes with them alone: autocast for CUDA leaves such ops as they are.",
+        "named: the program is `tests.support.trial.generate.generate(seed)`. One that makes tensors on the CPU fails\n"
+        "in eager mode, or differs where it computes with them alone: autocast for CUDA leaves such ops as they are.",
     ),
     "eager": Section("Steps", 80, functools.partial(step_tasks, EAGER, Bench), _TIMES, f"{_OF_STEPS}."),
     "compiled": Section(

@@ -34,10 +34,10 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from reports.made import made, write  # noqa: E402
-from reports.trial.judge import FAILURES, Subject, judged, quiet  # noqa: E402  (the path comes first)
-from reports.trial.options import add_options  # noqa: E402
-from reports.trial.runs import without_fused_layers  # noqa: E402
-from reports.trial.workers import Found, Record, code, run_all  # noqa: E402
+from tests.support.trial.judge import FAILURES, Subject, judged, quiet  # noqa: E402  (the path comes first)
+from tests.support.trial.options import add_options  # noqa: E402
+from tests.support.trial.runs import without_fused_layers  # noqa: E402
+from tests.support.trial.workers import Found, Record, code, run_all  # noqa: E402
 
 RECORD = HERE.parent / "build" / "trial" / "graphnet.jsonl"
 SEED = 20261125

@@ -24,7 +24,7 @@ from transformers.models.auto import modeling_auto
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from reports.architectures import BY_NAME, Architecture, Inputs  # noqa: E402  (the path comes first)
+from tests.support.architectures import BY_NAME, Architecture, Inputs  # noqa: E402  (the path comes first)
 
 SEED = 30
 TOKENS, VOCABULARY, PIXELS, LABELS = 12, 99, 64, 3

@@ -40,11 +40,11 @@ import fxamp  # noqa: E402  (the path comes first)
 from passes.contract.errors import FxampError  # noqa: E402
 from passes.contract.reasons import DEVIATIONS  # noqa: E402
 from reports.made import made, write  # noqa: E402
-from reports.trial.first import first_difference  # noqa: E402
-from reports.trial.judge import FAILURES, TORCH, Subject, judged, quiet, recorded  # noqa: E402
-from reports.trial.options import add_options  # noqa: E402
-from reports.trial.runs import distance, norm, run, values_differ, without_fused_layers  # noqa: E402
-from reports.trial.workers import Found, Record, code, run_all  # noqa: E402
+from tests.support.trial.first import first_difference  # noqa: E402
+from tests.support.trial.judge import FAILURES, TORCH, Subject, judged, quiet, recorded  # noqa: E402
+from tests.support.trial.options import add_options  # noqa: E402
+from tests.support.trial.runs import distance, norm, run, values_differ, without_fused_layers  # noqa: E402
+from tests.support.trial.workers import Found, Record, code, run_all  # noqa: E402
 
 RECORD = HERE.parent / "build" / "trial" / "libraries.jsonl"
 LIBRARIES = {

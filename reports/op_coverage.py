@@ -29,9 +29,9 @@ sys.path.insert(0, str(HERE.parent))
 import fxamp  # noqa: E402  (the path comes first)
 from passes.contract.reasons import DEVIATIONS  # noqa: E402
 from reports.made import made, write  # noqa: E402
-from reports.trial import samples  # noqa: E402
-from reports.trial.cuda import POLICY, dtypes_under_cuda  # noqa: E402
-from reports.trial.judge import (  # noqa: E402
+from tests.support.trial import samples  # noqa: E402
+from tests.support.trial.cuda import POLICY, dtypes_under_cuda  # noqa: E402
+from tests.support.trial.judge import (  # noqa: E402
     FAILURES,
     LEVELS,
     MISMATCH,
@@ -46,8 +46,8 @@ from reports.trial.judge import (  # noqa: E402
     judged,
     quiet,
 )
-from reports.trial.options import add_options  # noqa: E402
-from reports.trial.workers import Found, Record, code, run_all  # noqa: E402
+from tests.support.trial.options import add_options  # noqa: E402
+from tests.support.trial.workers import Found, Record, code, run_all  # noqa: E402
 
 RECORD = HERE.parent / "build" / "trial" / "op_coverage.jsonl"
 NONE, BANNED, ALONE, RANDOM = "no sample", "banned", "refused by fxamp alone", "random memory"

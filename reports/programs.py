@@ -30,12 +30,12 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from reports.made import made, write  # noqa: E402
-from reports.trial.generate import generate, runs  # noqa: E402  (the path comes first)
-from reports.trial.judge import FAILURES, FRONT_ENDS, LEVELS, NUMBERS, Subject, Verdict, judged  # noqa: E402
-from reports.trial.options import add_options  # noqa: E402
-from reports.trial.program import Program  # noqa: E402
-from reports.trial.shrink import shrink  # noqa: E402
-from reports.trial.workers import Found, Record, code, run_all  # noqa: E402
+from tests.support.trial.generate import generate, runs  # noqa: E402  (the path comes first)
+from tests.support.trial.judge import FAILURES, FRONT_ENDS, LEVELS, NUMBERS, Subject, Verdict, judged  # noqa: E402
+from tests.support.trial.options import add_options  # noqa: E402
+from tests.support.trial.program import Program  # noqa: E402
+from tests.support.trial.shrink import shrink  # noqa: E402
+from tests.support.trial.workers import Found, Record, code, run_all  # noqa: E402
 
 WANTED = 10_000
 RECORD = HERE.parent / "build" / "trial" / "programs.jsonl"

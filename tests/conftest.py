@@ -24,9 +24,9 @@ import pytest
 import torch
 from xdist.scheduler import LoadFileScheduling
 
-from reports.zoo import BY_NAME
 from tests.support.guards import untimed_guards
 from tests.support.shards import Shard
+from tests.support.zoo import BY_NAME
 
 if "OMP_NUM_THREADS" not in os.environ:  # torch has read it, as the processes that tests start do
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 import fxamp
 from fxamp.observe.workload import floats
 from passes.runtime.casts import CAST, again
-from reports.architectures import BY_NAME
-from reports.baseline import UnderAutocast
+from tests.support.architectures import BY_NAME
+from tests.support.baseline import UnderAutocast
 from tests.support.front_ends import FRESH
 from tests.support.helpers import Two
 

@@ -16,11 +16,11 @@ from passes.contract.reasons import DEVIATIONS
 from passes.graph import values
 from passes.ops import ops
 from passes.ops.rules import FOLLOW, LOW, lookup
-from reports.zoo import BY_NAME
 from tests.support.cuda_oracle import compare
 from tests.support.front_ends import casts
 from tests.support.helpers import OLD_DYNAMO
 from tests.support.processes import in_another_process
+from tests.support.zoo import BY_NAME
 
 SECONDS = 600.0  # for all models of the zoo
 SOME = ("lenet5", "graph_conv", "gpt")

@@ -1,4 +1,4 @@
-"""Imports run tests -> reports -> fxamp -> passes -> torch and never back."""
+"""Imports run tests -> reports -> tests.support -> fxamp -> passes -> torch and never back."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 PASSES = sorted((ROOT / "passes").rglob("*.py"))
 FXAMP = sorted((ROOT / "fxamp").rglob("*.py"))
 REPORTS = sorted((ROOT / "reports").rglob("*.py"))
+SUPPORT = sorted((ROOT / "tests" / "support").rglob("*.py"))
 OURS = {"fxamp", "passes", "tests", "reports"}
 
 
@@ -49,8 +50,10 @@ def test_the_product_imports_no_tests_and_itself_relatively() -> None:
     assert importers(FXAMP, OURS - {"passes"}) == {}
 
 
-def test_reports_import_no_tests() -> None:
-    assert importers(REPORTS, {"tests"}) == {}
+def test_reports_import_no_tests_but_their_models_and_judge() -> None:
+    modules = {module for path in REPORTS for _, module in imports(path) if module.partition(".")[0] == "tests"}
+    assert all(module.startswith("tests.support") for module in modules)
+    assert importers(SUPPORT, {"reports"}) == {}
 
 
 def test_the_compiler_needs_torch_and_networkx_only() -> None:

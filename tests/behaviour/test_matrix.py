@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import fxamp
-from reports.subjects import run
-from reports.zoo import BY_NAME
 from tests.behaviour import test_o0, test_o1
 from tests.support.front_ends import FRONT_ENDS
+from tests.support.subjects import run
+from tests.support.zoo import BY_NAME
 
 pytestmark = [
     pytest.mark.matrix,

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from reports.zoo import BY_NAME, NO_FP16_ON_CPU, ZOO, Zoo
 from tests.support.helpers import autocast_runs_lstms
+from tests.support.zoo import BY_NAME, NO_FP16_ON_CPU, ZOO, Zoo
 
 every_model = pytest.mark.parametrize("entry", ZOO, ids=lambda entry: entry.name)
 

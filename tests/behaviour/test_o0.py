@@ -14,11 +14,11 @@ from torch.export import ExportedProgram
 
 import fxamp
 from fxamp.observe.workload import floats
-from reports.baseline import distance
-from reports.subjects import Subject, converted, run, set_mode, subject
-from reports.trial.judge import exported
-from reports.zoo import BY_NAME, SOME
+from tests.support.baseline import distance
 from tests.support.front_ends import FRONT_ENDS
+from tests.support.subjects import Subject, converted, run, set_mode, subject
+from tests.support.trial.judge import exported
+from tests.support.zoo import BY_NAME, SOME
 
 # The models in which torch.export itself reorders a gradient sum.
 REORDERED = frozenset({"hf_llama"})

@@ -10,11 +10,11 @@ import torch
 
 from fxamp.observe.workload import floats
 from passes.contract.reasons import DEVIATIONS
-from reports.baseline import UnderAutocast, distance
-from reports.subjects import converted, oracle, run, set_mode, subject, training_counts, unchanged
-from reports.trial.first import Calls, first_difference
-from reports.zoo import NO_FP16_ON_CPU, SOME
+from tests.support.baseline import UnderAutocast, distance
 from tests.support.helpers import in_turns
+from tests.support.subjects import converted, oracle, run, set_mode, subject, training_counts, unchanged
+from tests.support.trial.first import Calls, first_difference
+from tests.support.zoo import NO_FP16_ON_CPU, SOME
 
 # FP16 gradients are counted here, not trained on.
 pytestmark = pytest.mark.filterwarnings("ignore:FP16 gradients without a loss scale")

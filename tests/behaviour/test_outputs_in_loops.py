@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxamp
-from reports.baseline import UnderAutocast
+from tests.support.baseline import UnderAutocast
 from tests.support.front_ends import F32, FRESH, tensors
 
 pytestmark = FRESH

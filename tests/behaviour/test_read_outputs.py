@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxamp
-from reports.baseline import UnderAutocast
+from tests.support.baseline import UnderAutocast
 from tests.support.front_ends import BF16, F32, FRESH, casts, convert, each_front_end, tensors
 from tests.support.helpers import Layers, Two, example
 

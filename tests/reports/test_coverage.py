@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from fxamp.measure.counts import step_counts
 from passes.contract.reasons import DEVIATIONS
-from reports import architectures, coverage
-from reports.architectures import Architecture
+from reports import coverage
 from reports.gpu import converted
+from tests.support import architectures
+from tests.support.architectures import Architecture
 
 # The script ignores warnings, of torch's own above all.
 pytestmark = pytest.mark.filterwarnings("ignore")

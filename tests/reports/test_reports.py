@@ -24,7 +24,6 @@ from passes.contract.reasons import DEVIATIONS
 from reports import (
     accuracy,
     advice,
-    architectures,
     casts,
     census,
     compiled_step,
@@ -39,8 +38,9 @@ from reports import (
 )
 from reports.made import headed, made, sentence
 from reports.plot import scatter
-from reports.zoo import BY_NAME
+from tests.support import architectures
 from tests.support.helpers import Layers
+from tests.support.zoo import BY_NAME
 
 REPORTS = Path(__file__).resolve().parents[2] / "reports"
 MEGABYTE = 1e6

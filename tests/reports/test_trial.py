@@ -24,17 +24,17 @@ from fxamp.errors import NotFaithfulError
 from passes._torch import pytree
 from passes.contract.reasons import DEVIATIONS
 from reports import libraries, op_coverage, programs
-from reports.trial import judge, samples
-from reports.trial.alone import Alone
-from reports.trial.generate import generate, runs
-from reports.trial.judge import LEVELS, Subject, judged
-from reports.trial.own import unsaturated, with_dtypes
-from reports.trial.program import Line, Program
-from reports.trial.runs import Noise, Run, run
-from reports.trial.shrink import shrink
-from reports.trial.workers import Record, run_all
 from tests.support.front_ends import WARNINGS
 from tests.support.helpers import Layers
+from tests.support.trial import judge, samples
+from tests.support.trial.alone import Alone
+from tests.support.trial.generate import generate, runs
+from tests.support.trial.judge import LEVELS, Subject, judged
+from tests.support.trial.own import unsaturated, with_dtypes
+from tests.support.trial.program import Line, Program
+from tests.support.trial.runs import Noise, Run, run
+from tests.support.trial.shrink import shrink
+from tests.support.trial.workers import Record, run_all
 
 pytestmark = WARNINGS
 SAMPLE = (101, 102)

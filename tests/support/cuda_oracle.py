@@ -9,9 +9,9 @@ import warnings
 from typing import Any
 
 import fxamp
-from reports.subjects import subject
-from reports.trial.cuda import POLICY, dtypes_under_cuda
-from reports.trial.judge import exported
+from tests.support.subjects import subject
+from tests.support.trial.cuda import POLICY, dtypes_under_cuda
+from tests.support.trial.judge import exported
 
 
 def compare(names: list[str]) -> list[dict[str, Any]]:
@@ -19,7 +19,7 @@ def compare(names: list[str]) -> list[dict[str, Any]]:
 
     Returns:
         For each model {"name": ..., "rows": [[key, op, expected, autocast, got, code], ...], "unrun": [...]}, as
-        `reports/trial/cuda.py` has them.
+        `tests/support/trial/cuda.py` has them.
     """
     warnings.simplefilter("ignore")
     return [_compare(name) for name in names]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import fxamp
 from passes._torch import pytree
 from passes.graph.notes import is_inserted
-from reports.baseline import UnderAutocast
+from tests.support.baseline import UnderAutocast
 from tests.support.exported import program_of
 from tests.support.helpers import Two, assert_same, example, run
 

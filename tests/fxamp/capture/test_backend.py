@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxamp
-from reports.zoo import ZOO, Zoo
 from tests.support.front_ends import FRESH, compiled, equal, tensors
 from tests.support.helpers import Layers, Two, example
+from tests.support.zoo import ZOO, Zoo
 
 pytestmark = FRESH
 BF16, F32 = torch.bfloat16, torch.float32

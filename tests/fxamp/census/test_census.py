@@ -20,9 +20,9 @@ import fxamp
 from fxamp.errors import NotAModuleError
 from passes.contract.errors import CaptureError, PolicyError
 from passes.graph.notes import is_inserted
-from reports.zoo import BY_NAME
 from tests.support.exported import program_of
 from tests.support.helpers import Layers
+from tests.support.zoo import BY_NAME
 
 O1, O2 = "O1,dtype=bf16", "O2,dtype=bf16"
 pytestmark = [

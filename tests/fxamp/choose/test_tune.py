@@ -15,7 +15,7 @@ from fxamp.capture import backend
 from fxamp.choose.tune import Charges
 from fxamp.diagnose.step import step_of
 from passes.contract.plan import CERTIFICATE
-from reports.zoo import BY_NAME
+from tests.support.zoo import BY_NAME
 
 CE = nn.functional.cross_entropy
 X, Y = torch.randn(6, 8), torch.tensor([0, 1, 2, 3, 0, 1])

@@ -17,8 +17,8 @@ from fxamp.error.estimate import estimated
 from fxamp.error.rounding import stochastic
 from fxamp.observe.emulation import Observer, Site
 from passes.contract.errors import CaptureError, PolicyError
-from reports.zoo import BY_NAME
 from tests.support.helpers import matrix
+from tests.support.zoo import BY_NAME
 
 CE = nn.functional.cross_entropy
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import fxamp
 from fxamp.cli.main import main
 from passes.contract.errors import PolicyError
-from reports.zoo import BY_NAME
+from tests.support.zoo import BY_NAME
 
 CE = nn.functional.cross_entropy
 X, Y = torch.randn(6, 8), torch.tensor([0, 1, 2, 3, 0, 1])

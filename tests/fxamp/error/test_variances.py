@@ -13,8 +13,8 @@ from fxamp.diagnose.step import POLICIES, Step, step_of
 from fxamp.error.rounding import error, nearest, stochastic, ulp
 from fxamp.error.variances import Unrounded, moved_by
 from fxamp.observe.emulation import Observer, Site
-from reports.zoo import BY_NAME
 from tests.support.helpers import Layers, matrix
+from tests.support.zoo import BY_NAME
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 

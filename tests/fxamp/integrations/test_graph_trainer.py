@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fxamp
 from fxamp.integrations import graph_trainer
 from passes.contract.errors import FxampError, PolicyError
-from reports.baseline import distance
+from tests.support.baseline import distance
 
 GENERATOR = torch.Generator().manual_seed(0)
 X, Y = torch.randn(6, 5, 8, generator=GENERATOR), torch.randint(4, (6,), generator=GENERATOR)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import fxamp
 from passes.contract.errors import FxampError, PolicyError
-from reports.architectures import BY_NAME
+from tests.support.architectures import BY_NAME
 from tests.support.helpers import Layers, in_turns
 from tests.support.training import WeightCasts
 

@@ -10,7 +10,7 @@ import pytest
 import fxamp
 from fxamp.cli.main import main
 from fxamp.report.report import Report
-from reports.subjects import converted
+from tests.support.subjects import converted
 
 
 @pytest.fixture(scope="module")

@@ -22,11 +22,11 @@ from fxamp.report.record.sizes import sizes_of
 from passes.contract.errors import PlanError
 from passes.contract.plan import Plan
 from passes.graph.notes import is_inserted
-from reports.subjects import compiled as convert_subject
-from reports.subjects import converted, subject, unchanged
-from reports.zoo import BY_NAME
 from tests.support.helpers import matrix
 from tests.support.records import SCHEMA, schema
+from tests.support.subjects import compiled as convert_subject
+from tests.support.subjects import converted, subject, unchanged
+from tests.support.zoo import BY_NAME
 
 ROOT = Path(fxamp.__file__).parent.parent
 NAMES = ("lenet5", "hf_bert", "resnet18", "vit", "hf_gpt2")

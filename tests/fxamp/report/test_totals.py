@@ -21,9 +21,9 @@ from fxamp.report.reader import with_totals
 from fxamp.report.record.record import TOTALS, Record, State
 from passes.contract.policy import Policy
 from passes.graph.notes import is_inserted
-from reports.subjects import converted, subject, unchanged
-from reports.zoo import ZOO
 from tests.fxamp.report.page.test_page import Page
+from tests.support.subjects import converted, subject, unchanged
+from tests.support.zoo import ZOO
 
 MATRIX = pytest.mark.matrix
 POLICIES = ("O1,dtype=bf16", "O2,dtype=bf16")

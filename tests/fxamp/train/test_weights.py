@@ -25,9 +25,9 @@ from fxamp.train.weights import WeightCasts
 from fxamp.train.window import close_window
 from fxamp.view import copies as copies_file
 from passes.contract.errors import CaptureError, PolicyError
-from reports.subjects import subject, unchanged
-from reports.zoo import BY_NAME
 from tests.support.helpers import Layers, matrix, saved
+from tests.support.subjects import subject, unchanged
+from tests.support.zoo import BY_NAME
 
 WIDTH, VOCABULARY = 16, 11
 NEVER = "O1,dtype=bf16,share_casts=never"

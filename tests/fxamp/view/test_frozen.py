@@ -14,8 +14,8 @@ import torch.nn.functional as F
 import fxamp
 from fxamp.measure.counts import _Counter
 from fxamp.view.view import runner_of
-from reports.zoo import LeNet5
 from tests.support.helpers import in_turns, saved
+from tests.support.zoo import LeNet5
 
 X = torch.randn(2, 1, 28, 28, generator=torch.Generator().manual_seed(0))
 WITHOUT: list[Callable[[], Any]] = [torch.no_grad, torch.inference_mode]

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import fxamp
-from reports.trial.facts import differing, facts
-from reports.trial.writers import (
+from tests.support.helpers import Two
+from tests.support.trial.facts import differing, facts
+from tests.support.trial.writers import (
     PLACES,
     WRITES,
     X,
@@ -24,7 +25,6 @@ from reports.trial.writers import (
     momentum,
     nested,
 )
-from tests.support.helpers import Two
 
 ENTRANCES: dict[str, Callable[[Any], Any]] = {
     "convert": lambda m: fxamp.convert(m, (X,), policy="O1,dtype=bf16"),

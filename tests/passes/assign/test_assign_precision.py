@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fxamp
 from passes.contract.plan import Decision
-from reports.zoo import LeNet5
 from tests.support.exported import graph_of, plan_of, traced_of
+from tests.support.zoo import LeNet5
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 

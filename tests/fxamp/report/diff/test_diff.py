@@ -21,8 +21,8 @@ from fxamp.report.diff.match import Item, match
 from passes.contract.errors import FxampError, PlanError
 from passes.contract.plan import Decision, Plan
 from passes.contract.policy import Policy
-from reports.zoo import GPT, CausalBlock
 from tests.support.helpers import Layers
+from tests.support.zoo import GPT, CausalBlock
 
 
 def decision(key: str, colour: str = "bfloat16", graph: int = 0) -> Decision:

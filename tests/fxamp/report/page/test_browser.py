@@ -19,8 +19,8 @@ import fxamp
 from fxamp.demo import LeNet5
 from fxamp.harmless import visible
 from fxamp.report.forms.text import costliest
-from reports.subjects import converted, subject
 from tests.support.records import HOSTILE, hostile_report, node, report_of
+from tests.support.subjects import converted, subject
 
 CHROMIUM = shutil.which("chromium")
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

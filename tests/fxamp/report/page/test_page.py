@@ -18,8 +18,8 @@ from transformers import BertConfig, BertForMaskedLM
 import fxamp
 from fxamp.report.page.page import MOST_NODES, SCRIPTS, excerpts, page
 from fxamp.report.record.record import Record
-from reports.subjects import converted
 from tests.support.records import node
+from tests.support.subjects import converted
 
 EMPTY_TAGS = {"meta", "input", "br", "link", "rect", "path"}
 TEMPLATES = Path(fxamp.__file__).parent / "report" / "page" / "templates"

@@ -19,9 +19,9 @@ from passes import ByteCosts
 from passes.assign.place import choose_storage as placing
 from passes.contract.errors import VerificationError
 from passes.graph.notes import is_inserted, note
-from reports.baseline import UnderAutocast
 from tests.passes.assign.test_assign_precision import Net, decided, under_autocast
 from tests.support import front_ends
+from tests.support.baseline import UnderAutocast
 from tests.support.exported import graph_of, plan_of, traced_of
 from tests.support.front_ends import FRONT_ENDS
 from tests.support.graphs import compile_plain, parse

@@ -16,7 +16,7 @@ import fxamp
 from fxamp.measure.counts import StepCounts, step_counts
 from fxamp.observe.workload import floats
 from passes._torch import pytree
-from reports.zoo import BY_NAME, Zoo
+from tests.support.zoo import BY_NAME, Zoo
 
 BATCH = 3
 

@@ -154,7 +154,7 @@ def as_graph(program: ExportedProgram) -> nn.Module:
         if ops.name(node) == "_assert_tensor_metadata":
             made.graph.erase_node(node)
     made.recompile()
-    return made  # type: ignore[no-any-return]
+    return made
 
 
 def _policy(found: Subject, level: str) -> Policy:

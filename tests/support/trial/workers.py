@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PATIENCE = 20  # how much longer than its processor time a case may take, where other programs run too
 CASES = 300  # that a process runs before another takes its place: torch's caches grow
 Found = dict[str, Any]  # what a case came to, as plain data

@@ -28,11 +28,11 @@ class Called(Protocol):
     """A model with its inputs."""
 
     @property
-    def model(self) -> nn.Module: ...  # noqa: D102
+    def model(self) -> nn.Module: ...
     @property
-    def args(self) -> tuple[Any, ...]: ...  # noqa: D102
+    def args(self) -> tuple[Any, ...]: ...
     @property
-    def kwargs(self) -> dict[str, Any]: ...  # noqa: D102
+    def kwargs(self) -> dict[str, Any]: ...
 
 
 def now_fp32(got: Run, plain: Run) -> list[int]:
