@@ -28,7 +28,7 @@ from .compiler import CompileSettings, NotTraced, Traced
 from .ranks.ranks import total_norm
 from .result import HeldBack
 from .scaler import inverse_scale, note_step, update_scale
-from .update import AtEnd, Update, clip_factor, has_state, is_fused, step_or_restore, take_step
+from .update import AtEnd, Update, clip_factor, found_infs, has_state, is_fused, step_or_restore, take_step
 from .window import holds_inf_or_nan, parameters
 
 Compiled = Literal["compiled"]
@@ -92,8 +92,7 @@ class CompiledUpdate:
         """Let optimizers step, and update the scale; uncompiled for a reason, such as that no graph `ran` before."""
         self.eager = self._why_not(end, ran)
         if self.eager:
-            self._leaves.arrive()
-            return take_step(end)
+            return self._eagerly(end)
         if end.max_grad_norm is not None:
             self._leaves.arrive(where_both=True)  # the norm is that of sums
         work = [_Work.of(o, self.stepped(o), self._leaves) for o in end.optimizers]
@@ -103,8 +102,7 @@ class CompiledUpdate:
             steps = [self._step(i, each, factors, found) for i, (each, found) in enumerate(stepping)]
         except NotTraced as reason:
             self.eager = str(reason)
-            self._leaves.arrive()
-            return take_step(end)
+            return self._eagerly(end)
         end.begins()
         for step, (each, _) in zip(steps, stepping, strict=True):
             step()
@@ -119,6 +117,20 @@ class CompiledUpdate:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # which a scheduler asks for
         update_scale(end.scaler)
         return Update(held_back, norm)
+
+    def _eagerly(self, end: AtEnd) -> Update:
+        """Move gradients to the weights and step; where nothing changes them, they are looked at in 16 bits before."""
+        looked, changed = None, end.max_grad_norm is not None or end.on_gradients is not None
+        if end.check_finite and not (changed or end.scaler.is_enabled() or end.ranks.decide_apart):
+            self._leaves.arrive(where_both=True)
+            looked = found_infs(end, [self._gradients(optimizer) for optimizer in end.optimizers])
+        self._leaves.arrive()
+        return take_step(end, looked)
+
+    def _gradients(self, optimizer: Optimizer) -> list[Tensor]:
+        params = parameters(optimizer)
+        places = [*params, *(copy for copies in self._leaves.of_masters(params) for copy in copies)]
+        return [p.grad for p in places if p.grad is not None]
 
     def add(self, to: list[Tensor], gradients: list[Tensor]) -> None:
         """Add gradients of 16 bits to others, in one kernel where the backend makes kernels."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -106,6 +108,31 @@ def test_fp16_steps_that_overflow_are_skipped_alike_and_leave_copies_as_they_wer
         found.append(run(step, 8, factors={2: float("inf"), 5: float("nan")}))
     assert same(*found)
     assert [skipped for _, skipped in found[0][0]].count(True) == 2
+
+
+def looked_at(step: TrainStep, windows: int) -> Counter[torch.dtype]:
+    """Train; return how many gradients of each dtype were looked at, which a CPU does by their bounds."""
+    seen = Counter[torch.dtype]()
+    aminmax = Tensor.aminmax
+
+    def counted(gradient: Tensor) -> Any:
+        seen[gradient.dtype] += 1
+        return aminmax(gradient)
+
+    with mock.patch.object(Tensor, "aminmax", counted):
+        run(step, windows)
+    return seen
+
+
+def test_a_fused_optimizers_gradients_are_looked_at_in_16_bits_and_its_steps_are_skipped_as_without_leaves() -> None:
+    low, full = looked_at(step_of("AdamW, fused"), 3), looked_at(step_of("AdamW, fused", weights="per_use"), 3)
+    # Of a window: weights and biases of two layers in 16 bits; the norm's, and those of the embedding, which is tied.
+    assert (low[torch.bfloat16], low[torch.float32]) == (3 * 4, 3 * 3)
+    assert (full[torch.bfloat16], full[torch.float32]) == (0, 3 * 7)
+    factors = {2: math.nan, 4: math.inf}
+    ours, theirs = (run(step_of("AdamW, fused", **how), factors=factors) for how in ({}, {"weights": "per_use"}))
+    assert same(ours, theirs)
+    assert [skipped for _, skipped in ours[0]].count(True) == 2
 
 
 def test_clipped_steps_differ_by_the_rounding_of_their_norm() -> None:
