@@ -23,6 +23,7 @@ class Call:
             runs; or "compare", where captured graphs run unconverted.
         outer: the call of another view in whose model this one is made.
         on_twin: `model` is a copy of the view's.
+        nests: it counts as a region of autocast, so that its end, and no region inside, empties autocast's cache.
         ran: the numbers of the graphs with ops that ran, in order.
         whole: the graph that ran has all of the call.
         idle: of each graph without ops that ran, where and why Dynamo ended it early; "" where it did not.
@@ -45,6 +46,7 @@ class Call:
     does: str = "run"
     outer: Call | None = None
     on_twin: bool = False
+    nests: bool = False
     ran: list[int] = field(default_factory=list)
     whole: bool = False
     idle: list[str] = field(default_factory=list)

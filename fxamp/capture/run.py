@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from passes._torch import FakeTensor
+from passes._torch import FakeTensor, enter_autocast
 from passes.contract.plan import Plan
 from passes.graph.outputs import viewed
 from passes.graph.values import LOW_DTYPES, dtypes_of, module_path, source
@@ -58,7 +58,7 @@ class GraphCall:
 
     __slots__ = (
         "__weakref__", "_by", "_compile", "_crossing", "_device", "_first", "_gm", "_graphs", "_last", "_low", "_model",
-        "_more", "_parts", "_run", "_seen", "_underflow", "_whole", "graph",
+        "_more", "_parts", "_regions", "_run", "_seen", "_underflow", "_whole", "graph",
     )  # fmt: skip
 
     def __init__(
@@ -83,6 +83,7 @@ class GraphCall:
         low = (i for i in graph.places if low_parameters([("", inputs[i])]))
         self._low = [i for i in low if graph.inputs[i].path not in lowered]
         self._underflow = UnderflowWatch(graph.plan)
+        self._regions = bool(graph.emitted.graph.find_nodes(op="call_function", target=enter_autocast))
         crosses = _read_inputs(graph, inputs), graph.read, tuple(graph.own.items())
         self._crossing = crosses if any(crosses) else None
 
@@ -115,7 +116,8 @@ class GraphCall:
         if call is None:
             return self._ran(args)
         call.unlock()
-        outputs = self._as_captured(args) if call.does == "compare" else self._in_call(call, args)
+        with _regions_of_its_own(call) if self._regions else _NO_MODES:
+            outputs = self._as_captured(args) if call.does == "compare" else self._in_call(call, args)
         if not self._whole or call.does == "compare":
             call.made += (weakref.ref(value) for value in outputs if isinstance(value, Tensor))
         if self._crossing is not None:
@@ -156,8 +158,9 @@ class GraphCall:
 
     def _as_captured(self, args: tuple[Any, ...]) -> Any:
         policy, captured = self.graph.plan.policy, self.graph.captured
-        low = policy.dtype if policy.level.rounds else None
-        with torch.autocast(self._device, dtype=low, enabled=low is not None, cache_enabled=False):
+        if not policy.level.rounds:
+            return captured(*args)
+        with torch.autocast(self._device, dtype=policy.dtype, cache_enabled=False):
             return captured(*args)
 
     def _in_fp32(self, args: tuple[Any, ...]) -> Any:
@@ -226,6 +229,22 @@ def _modes_of(call: Call) -> Iterator[None]:
         for _ in modes:
             pop_mode()
         call.modes = modes
+
+
+@contextlib.contextmanager
+def _regions_of_its_own(call: Call) -> Iterator[None]:
+    """Run a graph that has autocast regions, as at O0: the end of one empties the cache, which a call would keep."""
+    calls = [call]
+    while (outer := calls[-1].outer) is not None:
+        calls.append(outer)
+    nested = sum(each.nests for each in calls)
+    for _ in range(nested):
+        torch.autocast_decrement_nesting()
+    try:
+        yield
+    finally:
+        for _ in range(nested):
+            torch.autocast_increment_nesting()
 
 
 _NO_MODES: Any = contextlib.nullcontext()

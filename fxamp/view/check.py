@@ -6,6 +6,7 @@ the model's own code            under the same autocast, on another
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -133,12 +134,23 @@ def _called(runner: Runner, twin: nn.Module, args: Any, kwargs: Any, compiled: b
 
     forward.__code__ = forward.__code__.replace(co_name="plain")
     run = torch.compile(forward, backend=eager, **OWN_CACHE) if compiled else forward
-    # Without autocast's cache, whose entries know no dtype: a region of another dtype inside the model would read them.
     try:
-        with torch.autocast(runner.graphs.device, enabled=False) if exact else runner.graphs.region(cache=False):
+        with _autocast(runner, exact):
             return run(twin, *args, **kwargs)
     finally:
         forget_compiled(forward.__code__, eager)
+
+
+def _autocast(runner: Runner, exact: bool) -> Any:
+    """Return the region that a model's code is run in, none where it would do nothing but keep the cache of others.
+
+    It is without autocast's cache, whose entries know no dtype: a region of another dtype inside would read them.
+    """
+    graphs = runner.graphs
+    if graphs.policy.level.rounds and not exact:
+        return graphs.region(cache=False)
+    on = torch.is_autocast_enabled(graphs.device)
+    return torch.autocast(graphs.device, enabled=False) if on else contextlib.nullcontext()
 
 
 def _gradients(outputs: Any, twin: nn.Module) -> Gradients | None:

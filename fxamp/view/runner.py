@@ -154,7 +154,7 @@ class Runner:
                 self._follow(type(model))
             model = vars(model).get(MODEL_OF_COPY)
         on_twin = model is not None and model is not self.model
-        call = Call(model or self.model, args, kwargs, RUN, does, outer, on_twin)
+        call = Call(model or self.model, args, kwargs, RUN, does, outer, on_twin, nests=True)
         if does == "capture":
             self.reached = call.ran
         modes = Modes((self.graphs.device,))

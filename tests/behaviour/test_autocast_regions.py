@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from functools import partial
 from typing import Any
 
@@ -313,3 +315,41 @@ def test_an_op_that_is_decomposed_in_such_a_region_leaves_in_its_dtype(policy: s
     assert model(x).dtype == BF16
     assert torch.equal(graph(x), model(x))
     assert graph(x).dtype == BF16
+
+
+class ThreeRegions(nn.Module):
+    """A layer that is read in several regions of the author's, each of which has a cache of its own."""
+
+    def __init__(self, broken: bool) -> None:
+        super().__init__()
+        self.l, self.m, self.broken = nn.Linear(16, 16), nn.Linear(16, 16), broken
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", BF16):
+            h = self.l(x)
+        h = h.float().relu()
+        if self.broken:
+            torch._dynamo.graph_break()
+        with torch.autocast("cpu", BF16):
+            h = self.l(h) + self.l(2 * h)
+        with torch.autocast("cpu", BF16):
+            h = self.l(h)
+        return self.m(h.float())
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["one graph", "a break"])
+@pytest.mark.parametrize("nested", [False, True], ids=["alone", "in a disabled region"])
+def test_at_o0_each_region_sums_the_gradients_of_its_own_casts(nested: bool, broken: bool) -> None:
+    model, x = ThreeRegions(broken), torch.randn(8, 16)
+    view = fxamp.convert(copy.deepcopy(model), (x,), policy="O0")
+    for module in (model, view):
+        for _ in range(2):
+            with torch.autocast("cpu", enabled=False) if nested else contextlib.nullcontext():
+                loss = module(x).square().sum()
+            loss.backward()
+        assert torch.autocast_increment_nesting() == 1
+        assert torch.autocast_decrement_nesting() == 0
+    for ours, theirs in zip(view.parameters(), model.parameters(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert torch.equal(ours.grad, theirs.grad)
