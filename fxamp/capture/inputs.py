@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -43,25 +42,6 @@ def _instead(args: Any) -> str:
     if isinstance(args, Iterable):
         return "give the inputs of one batch, such as next(iter(...))[0] where it yields pairs (inputs, target)"
     return "write (x,) for one input"
-
-
-def misplaced(model: nn.Module, inputs: Inputs) -> str:
-    """Name the input that does not fit the parameters of a model, by its device or dtype; "" where all do."""
-    first = next(model.parameters(), None)
-    if first is None:
-        return ""
-    names = inspect.signature(model.forward).parameters
-    named = {f"input {name!r}": value for name, value in (*zip(names, inputs[0], strict=False), *inputs[1].items())}
-    for name, value in named.items():
-        for tensor in pytree.tree_leaves(value):
-            if not isinstance(tensor, torch.Tensor):
-                continue
-            if tensor.device.type != first.device.type:
-                meta = "; a model on meta runs nowhere: model.to_empty(device=...)" if first.is_meta else ""
-                return f"{name} is on {tensor.device}, and the parameters are on {first.device}{meta}"
-            if tensor.dtype is torch.float64 and first.dtype is torch.float32:
-                return f"{name} is float64, which autocast does not cast, and the parameters are float32: give .float()"
-    return ""
 
 
 def resolve(policy: Policy, model: nn.Module, inputs: Any) -> Policy:

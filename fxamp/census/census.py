@@ -22,15 +22,14 @@ from passes.contract.policy import Policy
 from .._torch import compiled_call, original_of
 from ..capture.graphs import runner_of
 from ..convert import converted_in
-from ..diagnose.step import diagnostic, step_of, visible_graphs
+from ..diagnose.step import NO_REGION, diagnostic, step_of, visible_graphs
 from ..observe.watch import LOW_NAMES, Watch
 from ..observe.workload import Loss
 from ..results import Result, some, table
 from .differences import Compiled, Difference, compiled_of, differences_of, odd_products, of_products
 from .step import Observation, Row, Scaling, observe, planned_rows, rows_of
 
-_SHOWN = 20  # differences in the text
-_NO_REGION = "no torch.autocast region was entered: open the one that you train in around the call"
+_SHOWN, _KINDS = 20, 6  # differences in the text, and kinds of ops for each dtype
 
 
 @public
@@ -119,6 +118,15 @@ class Census(Result):
         why = f"; in FP32{planned}: {rest}" if rest else ""
         return f"{100 * (1 - sum(flops.values()) / whole):.1f} % of FLOPs in 16 bits{why}"
 
+    def _others(self) -> Iterator[str]:
+        """Yield, for each dtype that is not 16-bit alone, the ops of the forward that ran in it, and where."""
+        found: dict[str, dict[str, dict[str, None]]] = {}
+        for row in self.ran:
+            if row.phase == "forward" and not (row.product or row.casts or row.dtype in LOW_NAMES):
+                found.setdefault(row.dtype, {}).setdefault(row.op, {})[row.where] = None
+        for dtype, places in sorted(found.items()):
+            yield f"ops in {dtype}: " + some((f"{op} at {some(wheres)}" for op, wheres in places.items()), _KINDS)
+
     def _text(self, style: str) -> str:
         whole = sum(row.flops for row in self.ran)
         counts = []
@@ -134,10 +142,12 @@ class Census(Result):
         planned = "no plan" if self.share is None else f"as planned: {100 * self.share:.1f} % of FLOPs"
         head = f"{self.name}{f', {self.policy}' if self.policy else ''}: {self._low()}; {planned}"
         lines = [head, *([""] if style == "pipe" else []), shown, *([""] if style == "pipe" else []), casts]
+        lines += self._others()
         if self.scaling.low_gradients:
             lines.append(f"loss scaling: {self.scaling}")
         lines += [f"note: {note}" for note in (*self.notes, *self.compiled)]
-        lines.append(f"differences: {len(self.differences) or 'none'}")
+        unlike = "differences" if self.planned is not None else "products in another dtype than most"
+        lines.append(f"{unlike}: {len(self.differences) or 'none'}")
         lines += [f"  {difference}" for difference in self.differences[:_SHOWN]]
         if len(self.differences) > _SHOWN:
             lines.append(f"  and {len(self.differences) - _SHOWN} more in .differences")
@@ -190,7 +200,7 @@ def census(
     found = census_of(step.model, dict(parts), observation)
     devices = {"cpu", *(p.device.type for p in step.model.parameters())}
     low = any(row.dtype in LOW_NAMES for row in found.ran) or any(map(torch.is_autocast_enabled, devices))
-    return found if low or found.planned is not None else replace(found, notes=(_NO_REGION, *found.notes))
+    return found if low or found.planned is not None else replace(found, notes=(NO_REGION, *found.notes))
 
 
 def census_of(model: nn.Module, parts: Mapping[str, nn.Module], observation: Observation) -> Census:

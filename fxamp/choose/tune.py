@@ -228,7 +228,7 @@ class Search:
 
         It is solved again on the graphs that are captured: nothing is run or captured for it.
         """
-        name = f"{base} with {weight:.4g} of error"
+        name = f"{base} with an error's weight of {weight:.4g}"
         if name not in self._cuts:
             self._step.decide(name, str(self._base), base, charged.costs(base.device or self._step.device, weight))
             self._cuts[name] = _Cut(name, base, weight, charged.square(charged.rounded(name)))
@@ -244,6 +244,7 @@ class Search:
             numbers["predicted"] = predicted
         proved = "the values of autocast, bit for bit, but for the deviations of the plan"
         notes = (
+            f"{CERTIFICATE}: {_verdict(best, errors[self._exact[0]], errors.values(), limit)}",
             f"{CERTIFICATE}: measured on {batches} batches: gradient within {best.per_parameter:.3g} (RMS over "
             f"parameters), tolerance {limit:.3g}; {best.casts} casts of {best.cast_bytes} bytes a step",
             f"{CERTIFICATE}: first order, these batches and these weights: nothing is bounded for others",
@@ -258,10 +259,27 @@ class Search:
 
 def _short(name: str) -> str:
     """Return the level of a policy, how it shares casts where that is asked for, and the weight of a cut."""
-    policy, _, weight = name.partition(" with ")
+    policy, _, weight = name.partition(" with an error's ")
     words = policy.split(",")
     shares = [word for word in words[1:] if word.startswith("share_casts=")]
-    return ",".join([words[0], *shares]) + (f" with {weight}" if weight else "")
+    return ",".join([words[0], *shares]) + (f", a cut by an error's {weight}" if weight else "")
+
+
+def _verdict(best: Errors, base: Errors, errors: Iterable[Errors], limit: float) -> str:
+    """Return what the search came to, in one sentence."""
+    fewer = {e.policy: 1 - (e.cast_bytes or 0) / (base.cast_bytes or 1) for e in errors}
+    if fewer[best.policy] > 0:
+        return (
+            f"{_short(best.policy)} casts {100 * fewer[best.policy]:.0f} % fewer bytes than {_short(base.policy)}, "
+            f"with an error of {best.per_parameter:.3g} for {base.per_parameter:.3g}"
+        )
+    said = f"{_short(best.policy)} stays: nothing that casts fewer bytes is within {limit:.3g}"
+    cheaper = [e for e in errors if fewer[e.policy] > 0]
+    if not cheaper:
+        return said
+    near = min(cheaper, key=lambda e: e.per_parameter)
+    share = f"{100 * fewer[near.policy]:.0f} % fewer bytes"
+    return f"{said}; the nearest, {_short(near.policy)}, casts {share} with an error of {near.per_parameter:.3g}"
 
 
 def _nothing_keeps(limit: float, errors: Iterable[Errors], predicted: Mapping[str, float]) -> str:

@@ -82,7 +82,10 @@ def _chosen(args: argparse.Namespace) -> tuple[list[Target], Path]:
     if not args.targets or not all(":" in target for target in args.targets):
         file = find_pyproject(Path.cwd())
         if args.policy or args.plan or args.budget or args.census or args.device:
-            raise UsageError(f"check: set policy, plan, budget, census and device of targets in {file.name}")
+            raise UsageError(
+                "check: --policy, --plan, --budget, --census and --device are of a TARGET that is named, such as "
+                f"net.py:make; of targets in {file.name} they are set there"
+            )
         targets = [
             replace(target, run=target.run or args.runs, strict=target.strict or args.strict)
             for target in configured(file, args.targets)

@@ -30,6 +30,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Search for a plan."""
+    from passes.contract.plan import CERTIFICATE
+
     from .. import report, tune
     from ..target import load_callable
     from .target import step_asked
@@ -49,5 +51,7 @@ def run(args: argparse.Namespace) -> int:
     if saves is not None:
         plan.save(saves)
     made = report(plan)
-    write(args, text=lambda: made.to_tree(width=width(args)), markdown=made.to_markdown, json=plan.to_json)
+    said = [note.removeprefix(f"{CERTIFICATE}: ") for note in plan.notes if note.startswith(CERTIFICATE)]
+    head = f"{said[0]}\n\n" if said else ""  # what the search came to
+    write(args, text=lambda: head + made.to_tree(width=width(args)), markdown=made.to_markdown, json=plan.to_json)
     return DONE

@@ -50,6 +50,7 @@ from .batches import Batch, Batches
 
 AUTOCAST, FP32, FLOAT64 = "autocast", "FP32", "float64"
 POLICIES = (AUTOCAST, "O1", "O2", "O3")
+NO_REGION = "no torch.autocast region was entered: open the one that you train in around the call"
 _SCALE = 2.0**16  # of an FP16 loss at first, as LossScaler's
 F = TypeVar("F", bound=Callable[..., Any])
 _ARGUMENTS = """\

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -11,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from passes._torch import pytree
-from passes.contract.errors import PolicyError
+from passes.contract.errors import CaptureError, PolicyError
 
-from ..errors import NoKernelError, NoLossError
+from ..errors import NoKernelError, NoLossError, in_short
 from .snapshot import fresh, same_containers, same_random_state
 from .tensors import kept, reached
 
@@ -65,11 +66,15 @@ def output_of(model: nn.Module, inputs: Any) -> Any:
 
     Raises:
         PolicyError: the inputs are of another kind.
+        CaptureError: the model raises an error, and an input is on another device than its parameters, or float64.
         NoKernelError: an LSTM of the model cannot run in a low dtype on this CPU.
     """
     try:
-        return _called(model, inputs)
-    except RuntimeError as error:
+        args, kwargs = _as_call(inputs)
+        return model(*args, **kwargs)
+    except (RuntimeError, TypeError) as error:
+        if said := misplaced(model, *_as_call(inputs)):
+            raise CaptureError(f"{type(model).__name__} rejects its inputs: {said} ({in_short(error)})") from error
         layers = [path for path, module in model.named_modules() if isinstance(module, nn.LSTM)]
         if _NO_LSTM not in str(error) or not layers:
             raise
@@ -80,20 +85,39 @@ def output_of(model: nn.Module, inputs: Any) -> Any:
         ) from error
 
 
-def _called(model: nn.Module, inputs: Any) -> Any:
+def _as_call(inputs: Any) -> Both:
     if isinstance(inputs, Both):
-        return model(*inputs.args, **inputs.kwargs)
+        return inputs
     if isinstance(inputs, Mapping):
-        return model(**inputs)
+        return Both((), dict(inputs))
     if isinstance(inputs, tuple) and not isinstance(inputs, PackedSequence):
-        return model(*inputs)
+        return Both(inputs, {})
     if isinstance(inputs, (Tensor, PackedSequence)):
-        return model(inputs)
+        return Both((inputs,), {})
     raise PolicyError(
         "inputs is a tensor, a tuple for model(*inputs) or a mapping for model(**inputs), not "
         f"{type(inputs).__name__}: give tuple(inputs) for several inputs, (inputs,) for a single one, and of a "
         "DataLoader the inputs of one batch."
     )
+
+
+def misplaced(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """Name the input that does not fit the parameters of a model, by its device or dtype; "" where all do."""
+    first = next(model.parameters(), None)
+    if first is None:
+        return ""
+    names = inspect.signature(model.forward).parameters
+    named = {f"input {name!r}": value for name, value in (*zip(names, args, strict=False), *kwargs.items())}
+    for name, value in named.items():
+        for tensor in pytree.tree_leaves(value):
+            if not isinstance(tensor, Tensor):
+                continue
+            if tensor.device.type != first.device.type:
+                meta = "; a model on meta runs nowhere: model.to_empty(device=...)" if first.is_meta else ""
+                return f"{name} is on {tensor.device}, and the parameters are on {first.device}{meta}"
+            if tensor.dtype is torch.float64 and first.dtype is torch.float32:
+                return f"{name} is float64, which autocast does not cast, and the parameters are float32: give .float()"
+    return ""
 
 
 def loss_of(output: Any, target: Any, loss: Loss, *, any_will_do: bool = False) -> tuple[Tensor, tuple[str, ...]]:
@@ -106,9 +130,7 @@ def loss_of(output: Any, target: Any, loss: Loss, *, any_will_do: bool = False) 
         PolicyError: there is no loss, there are several, or it has more elements than one.
     """
     if loss is not None:
-        found = loss(output) if target is None else loss(output, target)
-        require_loss(found)
-        return found, ()
+        return _loss_by(loss, output, target), ()
     if target is not None:
         raise PolicyError(
             "a target was given, the third argument, without loss= (loss_fn of a TrainStep): if it is a second input "
@@ -132,6 +154,19 @@ def loss_of(output: Any, target: Any, loss: Loss, *, any_will_do: bool = False) 
     if found is not None:
         what = f"a loss that is {_described(found)}, not a tensor of one element"
     raise NoLossError(f"the output ({type(output).__name__}) has {what}", next(iter(scalars), ""))
+
+
+def _loss_by(loss: Callable[..., Any], output: Any, target: Any) -> Tensor:
+    if isinstance(loss, type):
+        raise PolicyError(f"loss= is a class: give an object of it, loss={loss.__name__}()")
+    try:
+        found = loss(output) if target is None else loss(output, target)
+    except TypeError as error:
+        if target is not None or "required positional argument" not in str(error):
+            raise
+        raise PolicyError(f"the loss takes a target, the third argument, and none was given: {error}") from error
+    require_loss(found)
+    return found  # type: ignore[no-any-return]
 
 
 def _scalars(output: Any) -> dict[str, Tensor]:

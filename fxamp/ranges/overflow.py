@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from passes._torch import OpOverload, own_schema, pytree
-from passes.contract.errors import PolicyError, public
+from passes.contract.errors import FxampError, PolicyError, public
 from passes.contract.plan import Decision
 from passes.contract.policy import Policy, dtype_name
 from passes.contract.reasons import Code
@@ -38,7 +38,7 @@ from .._torch import current_autograd_node, storage_id
 from ..capture.graphs import runner_of
 from ..convert import converted_in
 from ..diagnose.batches import Batch
-from ..diagnose.step import Step, diagnostic, step_of, visible_graphs
+from ..diagnose.step import NO_REGION, Step, diagnostic, step_of, visible_graphs
 from ..errors import NoKernelError
 from ..observe.emulation import is_fp32, raised
 from ..observe.interpret import Run
@@ -46,9 +46,9 @@ from ..observe.snapshot import outside_of_regions
 from ..observe.tensors import dense
 from ..observe.watch import LOW_NAMES, Part, Place, Ran, Watch, floats_in, gives_view
 from ..observe.workload import Loss
-from ..results import Result
+from ..results import Result, some
 
-_RUNS = 6  # of the step, to find a cure
+_RUNS, _SHOWN = 6, 8  # of the step, to find a cure; nodes of a cure in the text
 _FIXED = ("cast", "as_autocast")  # kinds of decisions that no override changes
 
 
@@ -117,8 +117,11 @@ class Overflow(Result):
         if self.largest_scale and self.largest_scale < self.scale:
             lines.append(f"  a loss scale of at most {self.largest_scale:g} instead of {self.scale:g} cures it")
         if self.fp32:
-            lines.append(f"  {len(self.fp32)} nodes in FP32 cure it: {', '.join(self.fp32[:8])}")
-        if not self.fp32 and not self.largest_scale:
+            lines.append(f"  {len(self.fp32)} nodes in FP32 cure it: {some(self.fp32, _SHOWN)}")
+        if self.policy is not None and len(self.fp32) <= _SHOWN:
+            finite = "" if self.fp32 else " is finite"
+            lines.append(f'  fxamp.convert(model, policy="{self.policy}"){finite}')
+        if self.policy is None and not self.largest_scale:
             lines.append(f"  no cure was found: {self.why}")
         lines += [f"  note: {note}" for note in self.notes]
         mark = "- " if style == "pipe" else "  "
@@ -170,13 +173,23 @@ def find_overflow(
     step = step_of(model_or_step, inputs, target, kwargs=kwargs, loss=loss, batches=batches).under(policies)
     if step.train_step is not None and step.train_step.position:
         raise PolicyError("a window of this TrainStep is open: call flush() first.")
-    scale = step.loss_scale(scale)
-    return next((found for batch in step.batches if (found := overflow_of(step, batch, scale)) is not None), None)
+    scale, low = step.loss_scale(scale), False
+    for batch in step.batches:
+        watch = _run(step, batch, scale)
+        if (found := _found(step, batch, scale, watch)) is not None:
+            return found if found.why or watch.graphs else _cured_by_a_view(found, step, batch, watch)
+        low = low or watch.low or bool(watch.graphs)
+    if not low:
+        warnings.warn(f"nothing of the step ran in 16 bits: {NO_REGION}", stacklevel=2)
+    return None
 
 
 def overflow_of(step: Step, batch: Batch, scale: float) -> Overflow | None:
     """Run one batch with a loss scale; return the overflow, None if there is none. Its cure takes more runs."""
-    watch = _run(step, batch, scale)
+    return _found(step, batch, scale, _run(step, batch, scale))
+
+
+def _found(step: Step, batch: Batch, scale: float, watch: _Finite) -> Overflow | None:
     first = watch.culprit()
     if first is None:
         return None
@@ -187,7 +200,9 @@ def overflow_of(step: Step, batch: Batch, scale: float) -> Overflow | None:
         line if decision is None else decision.source, first.operands, scale, what=watch.what(place),
         notes=tuple(step.notes),
     )  # fmt: skip
-    if first.name or not watch.graphs:
+    if first.name:
+        return replace(overflow, why="it was not finite before the step")
+    if not watch.graphs:
         return overflow
     try:
         return _cured(overflow, step, batch, watch)
@@ -233,6 +248,7 @@ class _Finite(Watch):
         super().__init__(model, _run.__code__)
         self.forced, self.heals = dict.fromkeys(forced), heals  # the nodes whose value did not fit are added
         self.peaks: dict[_At, float] = {}  # the largest gradient that each node makes
+        self.low = False  # an op has made a 16-bit value
         self._origins: list[_Origin] = []
         self._bad: dict[int, _Origin | None] = {}  # by storage; None: the program wrote an inf
         self._ends: list[Tensor] = []
@@ -355,6 +371,7 @@ class _Finite(Watch):
         for t in {id(t): t for t in (*made, *written)}.values() if written else made:
             if not t.is_floating_point() and not t.is_complex():
                 continue
+            self.low = self.low or t.dtype in LOW_DTYPES
             kind = _kind(held := _range(t))
             if kind:
                 self._trace(place or self._here(), func, t, held, (args, named), before)
@@ -522,6 +539,24 @@ def _cured(found: Overflow, step: Step, batch: Batch, seen: _Finite) -> Overflow
             break
         watch = run(found.scale, [*watch.forced, *more])
     return replace(found, why="with all nodes in FP32 it is finite, and no fewer were found that are enough")
+
+
+def _cured_by_a_view(found: Overflow, step: Step, batch: Batch, watch: _Finite) -> Overflow:
+    """Return an overflow of a model that nobody converted with what cures it in a view at O1."""
+    if step.train_step is not None:
+        return replace(found, why="the model of the TrainStep is not converted")
+    if not watch.low:
+        return replace(found, why="it ran in FP32, and no precision is higher here")
+    device = next((p.device.type for p in step.model.parameters()), "cpu")
+    low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float16
+    try:
+        view = step.under(Policy("O1", dtype=low))
+        cure = overflow_of(view, batch, found.scale)
+    except FxampError as error:
+        return replace(found, why=f"the model cannot be converted: {error}")
+    if cure is None:
+        return replace(found, policy=Policy("O1", dtype=low))
+    return replace(found, fp32=cure.fp32, policy=cure.policy, largest_scale=cure.largest_scale, why=cure.why)
 
 
 def _why_not(found: Overflow, step: Step, batch: Batch, whole: _Finite) -> str:

@@ -25,13 +25,14 @@ from passes.ops import ops
 from .._torch import dynamo_errors, storage_id
 from ..capture.call import Call, begin
 from ..capture.graph import graphs_in
-from ..capture.inputs import Inputs, misplaced
+from ..capture.inputs import Inputs
 from ..capture.run import Captured
 from ..capture.state import STATES, State, in_state, state_of
 from ..errors import in_short
 from ..observe.interpret import StorageReads
 from ..observe.snapshot import same_attributes, same_random_state
 from ..observe.tensors import kept, strided
+from ..observe.workload import misplaced
 from .check import check_capture, run_twin
 from .graphs import views_in
 from .replay import place_of
@@ -133,7 +134,7 @@ def _capture_on(runner: Runner, model: nn.Module, inputs: Inputs, state: State, 
             if type(e) not in (TypeError, RuntimeError, dynamo_errors().TorchRuntimeError):
                 raise
             why = _GOT.search(str(e))
-            said = misplaced(model, inputs) or (why[1] if why else in_short(e))
+            said = misplaced(model, *inputs) or (why[1] if why else in_short(e))
             way_out = f" ({advice})" if (advice := runner.of_autocast(said)) else ""
             raise CaptureError(f"{type(runner.model).__name__} rejects the example inputs: {said}{way_out}") from e
     return False

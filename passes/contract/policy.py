@@ -233,7 +233,9 @@ class Policy:
             return value
         if isinstance(value, str):
             return cls.parse(value)
-        raise PolicyError(f"a policy is a level, a policy string or fxamp.Policy, not {type(value).__name__}")
+        raise PolicyError(
+            f'a policy is a text, such as "O1,dtype=bf16", or a fxamp.Policy, not {value!r} ({type(value).__name__})'
+        )
 
     @property
     def sharing(self) -> str:

@@ -723,6 +723,23 @@ def test_what_ran_in_a_model_that_nobody_converted_is_listed() -> None:
         bool(found)
 
 
+def test_the_ops_that_ran_in_fp32_are_named_with_their_modules_and_lines() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.inner = nn.LayerNorm(8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.inner(self.norm(x))
+
+    model = nn.Sequential(*(Block() for _ in range(5)))
+    with torch.autocast("cpu", torch.bfloat16):
+        text = str(fxamp.census(model, X, Y, loss=CE))
+    assert "ops in float32: native_layer_norm at 0.norm, 1.norm, 2.norm and 2 more" in text
+    assert "ops in float32 and bfloat16: add at 0, 1, 2 and 2 more" in text
+    assert "products in another dtype than most: none" in text
+
+
 def test_a_layer_that_stays_fp32_under_autocast_is_named() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         found = fxamp.census(Region(), X)

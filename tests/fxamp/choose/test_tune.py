@@ -59,7 +59,7 @@ def test_a_plan_at_the_error_of_autocast_casts_less_and_is_replayed_as_it_was_fo
     assert largest * 1.02 <= others["autocast"].per_parameter or str(plan.policy).startswith("O1")
     replayed = fxamp.plan_of(view)
     assert replayed.certificate == plan.certificate
-    assert sum(note.startswith(CERTIFICATE) for note in replayed.notes) == 4
+    assert sum(note.startswith(CERTIFICATE) for note in replayed.notes) == 5
     assert [d.colour for d in replayed.decisions] == [d.colour for d in plan.decisions]
 
 

@@ -136,7 +136,8 @@ def test_an_overflow_is_named_with_its_cure(said: Any) -> None:
 
 
 def test_a_plan_is_tuned_to_a_tolerance_or_to_a_metric(said: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    said("tune", "net.py:pair", "--loss=net.py:loss", "--tolerance=0.1", "--save-plan=tuned.json")
+    text = said("tune", "net.py:pair", "--loss=net.py:loss", "--tolerance=0.1", "--save-plan=tuned.json")
+    assert "bytes" in text.splitlines()[0]  # what the search came to
     assert Plan.load("tuned.json").certificate["measured"] <= 0.1
     text = said("tune", "net.py:make", "--metric=net.py:distance", "--bound=0.5", "--policy=O1,dtype=bf16")
     assert "the metric is 0, at most 0.5" in text

@@ -253,13 +253,28 @@ def _line(comment: str) -> int:
 
 
 @pytest.mark.parametrize("loss", [mean_square, lambda output: torch.log(output * 0).mean()])
-def test_a_model_that_nobody_converted_is_searched_too(loss: Any) -> None:
+def test_a_model_that_nobody_converted_is_searched_too_and_a_view_that_cures_it_is_named(loss: Any) -> None:
     model = Net(scaled)
     with torch.autocast("cpu", torch.float16):
         found = fxamp.find_overflow(model, X, loss=loss)
     assert found is not None
     assert found.where == f"test_overflow.py:{_line('the product')}"
-    assert fxamp.find_overflow(model, X, loss=mean_square) is None  # in FP32
+    if loss is mean_square:
+        assert f'fxamp.convert(model, policy="{found.policy}")' in str(found)
+        assert found.fp32
+        assert fxamp.find_overflow(fxamp.convert(model, policy=str(found.policy)), X, loss=loss) is None
+    else:
+        assert (found.policy, found.fp32) == (None, ())
+        assert "no cure was found: the model itself is not finite in FP32" in str(found)
+
+
+def test_that_nothing_ran_in_16_bits_is_said_where_nothing_overflows() -> None:
+    model = Net(scaled)
+    with pytest.warns(UserWarning, match="nothing of the step ran in 16 bits: no torch.autocast region was entered"):
+        assert fxamp.find_overflow(model, X, loss=mean_square) is None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert fxamp.find_overflow(model, X, loss=mean_square) is None
+    assert fxamp.find_overflow(fxamp.convert(model, policy="O0"), X, loss=mean_square) is None
 
 
 def test_layers_of_torch_without_a_line_of_the_user_are_named_by_their_path() -> None:
@@ -268,6 +283,7 @@ def test_layers_of_torch_without_a_line_of_the_user_are_named_by_their_path() ->
     found = fxamp.find_overflow(model, X * 1e10, loss=torch.mean)
     assert found is not None
     assert (found.where, found.op) == ("1", "addmm")
+    assert "no cure was found: it ran in FP32" in str(found)
 
 
 def test_a_graph_that_the_user_brings_and_a_model_compiled_in_place() -> None:
