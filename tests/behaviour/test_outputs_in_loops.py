@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxamp
+from fxamp.demo import LeNet5
 from tests.support.baseline import UnderAutocast
 from tests.support.front_ends import F32, FRESH, tensors
 
@@ -201,3 +202,24 @@ def test_parameters_of_a_loop_have_autocasts_gradients_or_the_plan_names_the_out
     exact = gradients(model.double(), model, loss, torch.float64)
     # Most of the error is that of the matmuls, which both have: one rounding less of a sum shows where it is large.
     assert (ours - exact).norm() < (theirs - exact).norm() * 1.005
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "cross_entropy": F.cross_entropy,
+    "mse_loss": lambda logits, y: F.mse_loss(logits, F.one_hot(y, 10).float()),
+    "nll_loss of log_softmax": lambda logits, y: F.nll_loss(F.log_softmax(logits, -1), y),
+    "kl_div of log_softmax": lambda logits, y: F.kl_div(F.log_softmax(logits, -1), F.one_hot(y, 10).float()),
+    "softmax": lambda logits, y: (F.softmax(logits, -1) - F.one_hot(y, 10)).square().mean(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides the total loss:UserWarning")
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_outside_of_a_view_is_autocasts_by_its_output_dtype_or_where_autocast_runs_it_in_fp32(name: str) -> None:
+    model, x, y = LeNet5(), torch.randn(32, 1, 8, 8), torch.randint(10, (32,))
+    alone = fxamp.convert(model, policy="O1,dtype=bf16")(x)
+    logits = fxamp.convert(model, policy="O1,dtype=bf16,output_dtype=autocast")
+    with torch.autocast("cpu", BF16):
+        theirs, ours = (LOSSES[name](called(x), y) for called in (model, logits))
+    assert torch.equal(ours, theirs)
+    assert torch.equal(LOSSES[name](alone, y), theirs) == (name in ("cross_entropy", "mse_loss"))
