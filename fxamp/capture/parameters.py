@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -32,6 +33,8 @@ FP32_PARAMETERS = (
     "before the optimizer is built: graphs cast FP32 parameters themselves. Or freeze them with requires_grad_(False)."
 )
 
+_ARE_LOW, _REFUSED = "trainable parameter(s) are low", "in train mode, with gradients, they are refused"
+
 _reading: ContextVar[bool] = ContextVar("reading", default=False)
 
 
@@ -53,6 +56,12 @@ def is_only_read() -> bool:
 def low_parameters(named: Iterable[tuple[str, Any]]) -> list[tuple[str, torch.dtype]]:
     """Return the names and dtypes of trainable parameters in FP16 or BF16, among parameters and other values."""
     return [(n, p.dtype) for n, p in named if isinstance(p, nn.Parameter) and p.requires_grad and p.dtype in LOW_DTYPES]
+
+
+def noted_low(notes: Iterable[str]) -> str:
+    """Return the trainable parameters that the notes of a plan say are low, as they are listed there; "" for none."""
+    found = (re.fullmatch(rf"\d+ {re.escape(_ARE_LOW)}: (.*); {_REFUSED}", note) for note in notes)
+    return next((match[1] for match in found if match), "")
 
 
 def require_fp32(named: Iterable[tuple[str, Any]], opening: str = "") -> None:
@@ -97,9 +106,7 @@ def refuse_low_parameters(
         return ()
     listed = _listed(low)
     if not training or not torch.is_grad_enabled() or is_only_read():
-        return (
-            f"{len(low)} trainable parameter(s) are low: {listed}; in train mode, with gradients, they are refused",
-        )
+        return (f"{len(low)} {_ARE_LOW}: {listed}; {_REFUSED}",)
     if gathered():
         return (f"FSDP2 gathers {len(low)} trainable parameter(s) in a low dtype, which need no cast: {listed}",)
     require_fp32([(name, p) for name, p in named if name not in lowered])
@@ -107,7 +114,8 @@ def refuse_low_parameters(
 
 
 def _listed(low: Sequence[tuple[str, torch.dtype]]) -> str:
-    return ", ".join(f"'{name}' ({str(dtype).removeprefix('torch.')})" for name, dtype in low[:3])
+    first = ", ".join(f"'{name}' ({str(dtype).removeprefix('torch.')})" for name, dtype in low[:3])
+    return first + (f" and {len(low) - 3} more" if low[3:] else "")
 
 
 def opaque_parameters(named: Iterable[tuple[str, Any]]) -> tuple[str, ...]:

@@ -6,12 +6,15 @@ nothing at the other nodes.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 from torch.fx import GraphModule
 
 from passes.contract.errors import FxampError
 from passes.contract.plan import Plan
 
+from ...capture.parameters import noted_low
 from ...observe.places import unique_keys
 from ..reader import Readable, captured_and_emitted, emitted, plan_in
 from .changes import PLAN_KEY as PLAN_KEY
@@ -86,7 +89,17 @@ def _of_plans(before: Readable, after: Readable, old: Plan, new: Plan) -> GraphD
     changes = by_rule(old, new, compared(left, right, pairs, "colour"), ops)
     fields = ((field, str(getattr(old, field)), str(getattr(new, field))) for field in PLAN_FIELDS)
     of_plans = [Change("changed", PLAN_KEY, field, a, b) for field, a, b in fields if a != b]
-    return GraphDiff(*titles, (*of_plans, *changes), tuple(renamed(left, right, pairs)))
+    found = GraphDiff(*titles, (*of_plans, *changes), tuple(renamed(left, right, pairs)))
+    return with_cause(found, old, new)
+
+
+def with_cause(found: GraphDiff, old: Plan, new: Plan) -> GraphDiff:
+    """Have the changes begin with the dtypes of parameters, if there are changes, and these differ."""
+    low = [noted_low(plan.notes) or "none" for plan in (old, new)]
+    if low[0] == low[1] or not found:
+        return found
+    cause = Change("changed", PLAN_KEY, "trainable parameters in 16 bits", low[0], low[1])
+    return replace(found, changes=(cause, *(c for c in found.changes if c != cause)))
 
 
 def _of_graphs(titles: tuple[str, str], before: GraphModule, after: GraphModule) -> GraphDiff:

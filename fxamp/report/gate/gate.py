@@ -20,7 +20,7 @@ from passes.contract.plan_format import REMEDY
 from passes.ops.facts import Machine, as_on
 
 from ..diff.changes import PLAN_KEY, Change, Place, counted
-from ..diff.diff import GraphDiff, diff
+from ..diff.diff import GraphDiff, diff, with_cause
 from ..diff.match import ALIKE
 from ..reader import with_totals
 from .budget import Budget
@@ -158,7 +158,7 @@ def _difference(before: Plan, now: Plan, name: str, update: bool) -> GraphDiff:
             f"{name} is the plan of another model: this model has {known} of its {old} nodes; "
             "if that is intended, write a new plan with --update"
         )
-    return replace(found, changes=(*_of_plan(before, now), *found.renamed, *found.changes))
+    return with_cause(replace(found, changes=(*_of_plan(before, now), *found.renamed, *found.changes)), before, now)
 
 
 def _of_plan(before: Plan, now: Plan) -> Iterable[Change]:

@@ -98,6 +98,21 @@ def test_a_committed_file_that_cannot_be_read_is_an_error_and_stays(
     assert (folder / "net.json").read_text() == text
 
 
+@pytest.mark.parametrize(("layer", "count"), [("self.head", 2), ("self", 6)])
+def test_parameters_that_are_low_now_are_named_before_what_came_of_it(
+    layer: str, count: int, folder: Path, check: Check
+) -> None:
+    check("net.py:make", "--plan=net.json", LOW, "--update")
+    change(folder, "self.head = nn.Linear(16, 4)", f"self.head = nn.Linear(16, 4)\n        {layer}.bfloat16()")
+    if layer == "self":
+        change(folder, "torch.randn(3, 16)", "torch.randn(3, 16, dtype=torch.bfloat16)")
+    status, out, _ = check("net.py:make", "--plan=net.json", LOW)
+    name = "head.weight" if layer == "self.head" else "stem.weight"
+    assert status == 1
+    assert out.splitlines()[1].startswith(f"  ! trainable parameters in 16 bits: none -> '{name}' (bfloat16)")
+    assert ("and " in out.splitlines()[1]) == (count > 3)
+
+
 def test_what_is_as_planned_passes_and_what_changed_names_the_authors_line(folder: Path, check: Check) -> None:
     assert check("net.py:make", "--plan=net.json", LOW, "--update")[0] == 0
     assert check("net.py:make", "--plan=net.json", LOW)[0] == 0
