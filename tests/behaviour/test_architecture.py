@@ -82,7 +82,7 @@ ARROWS = {
         "passes.contract"
     ),
     "fxamp.report.diff": (
-        ".harmless .observe .report .report.record passes._torch passes.contract passes.graph passes.ops"
+        ".capture .harmless .observe .report .report.record passes._torch passes.contract passes.graph passes.ops"
     ),
     "fxamp.report.gate": (
         ".capture .census .convert .errors .harmless .measure .measure.fake_cuda .report .report.diff "
