@@ -36,8 +36,11 @@ if "ATEN_CPU_CAPABILITY" in os.environ:  # Inductor's cache does not know it: ke
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
 ROOT = Path(__file__).parents[1]
 SLOW = re.compile(
-    r"/(ranks|integrations|diagnose|census|error|ranges|choose|gate|cli)/"
-    r"|/(test_ranks|test_ecosystem|test_browser|test_demo|test_emitted_optimum|test_fastest|test_gpu|test_reports|test_trial)\.py"
+    r"/(ranks|integrations|diagnose|census|error|ranges|choose|gate|cli|measure)/"
+    r"|/test_(ranks|ecosystem|browser|demo|emitted_optimum|fastest|gpu|reports|trial|record)\.py"
+    r"|/train/test_(low_leaves|compiled_\w+|at_rest|random_\w+|hostile_checkpoints|weights\w*|windows_by_hand)\.py"
+    r"|/view/test_(no_trace|cast_once|weights_of_a_call|constructs|after_conversion)\.py"
+    r"|/behaviour/test_(o2_error|commands|jagged|reference|recurrent|attention|cuda)\.py"
 )
 OF_ZOO = re.compile(rf"/report/(page/|test_graphs|test_record)|::.*[\[-]({'|'.join(BY_NAME)})[\]-]")
 
@@ -122,7 +125,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     A test that is tried by several front ends, at several levels or in several low dtypes names the case that is enough
     by default: `@pytest.mark.default_case(front_end="graph")`. Of the rest, what starts ranks, a browser, trainers of
-    other libraries, searches or the scripts of reports/ is slow.
+    other libraries, searches or the scripts of reports/ is slow, and so are the files that take longest.
     """
     # No process may begin with a long file when the other has no more.
     items.sort(key=lambda item: not item.nodeid.startswith("tests/reports/"))
