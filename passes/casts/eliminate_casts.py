@@ -29,7 +29,7 @@ from torch.fx import Graph, Node
 
 from ..form import Assignment, Ensures, Unit
 from ..graph.aliases import Aliases, may_alias
-from ..graph.grad import grad_modes, is_leaf, requires_grad, shares_cast, shares_storage, what_it_reads
+from ..graph.grad import grad_modes, is_leaf, requires_grad, shares_cast, shares_storage, sums_apart, what_it_reads
 from ..graph.notes import CLAMP_OPERAND, READ_OUTPUT, is_inserted, note, note_of
 from ..graph.values import LOW_DTYPES, literal_dtype
 from ..ops import ops
@@ -127,7 +127,9 @@ def _share(graph: Graph, assignment: Assignment, mode: str) -> int:
         value = cast.args[0]
         if not is_inserted(cast) and not _is_lent(cast, assignment, aliases):
             continue
-        by_rule = all(u in assignment.colours and assignment.colours[u].lowers for u in cast.users)
+        by_rule = all(
+            u in assignment.colours and assignment.colours[u].lowers and not sums_apart(u) for u in cast.users
+        )
         if not shares_cast(mode, value, cast, is_inserted(cast) and by_rule, grad):
             continue
         grad_mode, switches = modes[cast]
@@ -183,7 +185,12 @@ def _promote(graph: Graph, assignment: Assignment) -> int:
 def _share_storage(graph: Graph, assignment: Assignment, mode: str, device: str) -> int:
     """Read the storage of an earlier cast where a cast stood: autograd sums gradients in the order of their nodes."""
     plain = [n for n in graph.nodes if _is_plain(n) and n.target is not cast_weight]
-    casts = [n for n in plain if shares_storage(mode, n.args[0], device)]
+    # What reentrant checkpoints read autocast casts once in forward, however small it is.
+    lent = {what_it_reads(n.args[0]) for n in plain if any(map(sums_apart, n.users))}
+    casts = [
+        n for n in plain
+        if shares_storage(mode, n.args[0], device) or (mode.endswith("storage") and what_it_reads(n.args[0]) in lent)
+    ]  # fmt: skip
     if len(casts) == len({what_it_reads(c.all_input_nodes[0]) for c in casts}):
         return 0
     edits, aliases, modes, grad = 0, Aliases(graph), grad_modes(graph), requires_grad(graph)

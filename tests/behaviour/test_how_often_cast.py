@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxamp
-from fxamp.measure.counts import step_counts
+from fxamp.measure.counts import op_counts, step_counts
 from tests.support.front_ends import (
     BF16,
     F32,
@@ -241,6 +242,36 @@ def test_a_number_beside_a_low_tensor_is_read_as_it_is_as_under_autocast(forward
     theirs, ours = step_counts(under_autocast), step_counts(lambda: view(x).sum())
     assert ours.casts <= theirs.casts
     assert [d.colour for d in fxamp.plan_of(view).decisions if d.op == "mul"] == ["bfloat16"]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_weight_in_reentrant_checkpoints_is_cast_no_more_often_than_by_autocast(level: str) -> None:
+    """Layers of ALBERT share their weights; O1 sums the gradients of each layer apart, as a reentrant checkpoint."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "embedding_size": 16, "intermediate_size": 64, "num_hidden_layers": 3}
+    config = transformers.AlbertConfig(
+        vocab_size=60, num_attention_heads=2, attn_implementation="eager", classifier_dropout_prob=0.0, **sizes
+    )
+    model = transformers.AlbertForSequenceClassification(config).train()
+    layer, tokens = model.albert.encoder.albert_layer_groups[0], torch.randint(0, 60, (4, 12))
+    run = layer.forward
+    layer.forward = lambda x, *args, **kwargs: checkpoint(lambda h: run(h, *args, **kwargs), x, use_reentrant=True)
+
+    def under_autocast() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(tokens).logits.float().square().sum()
+
+    view = fxamp.convert(model, (tokens,), policy=f"{level},dtype=bf16")
+    view(tokens)
+    counts, gradients = [], []
+    for forward in (under_autocast, lambda: view(tokens).logits.square().sum()):
+        model.zero_grad()
+        counts.append(op_counts(forward).casts)  # `torch.autograd.grad` is not for such a checkpoint
+        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert counts[1] <= counts[0]
+    assert len(gradients[0]) == len(gradients[1]) > 20
+    if level == "O1":
+        assert all(map(torch.equal, *gradients))
 
 
 def test_a_reentrant_checkpoint_sums_gradients_of_a_weight_apart_at_o1() -> None:

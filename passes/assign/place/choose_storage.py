@@ -29,7 +29,7 @@ from ...contract.policy import dtype_name
 from ...contract.reasons import CAST, Code
 from ...form import Cast, Choice, Colours, Position, Replace, SetDtype
 from ...graph.aliases import mutated_operands
-from ...graph.grad import grad_modes, requires_grad, shares_cast, shares_storage, what_it_reads
+from ...graph.grad import grad_modes, requires_grad, shares_cast, shares_storage, sums_apart, what_it_reads
 from ...graph.outputs import Outputs
 from ...graph.values import ELIGIBLE, Dtypes, ValueDtype, dtype_reference, first_float, keys, recast
 from ...ops import ops
@@ -284,7 +284,7 @@ def _nets(
         side = uses.side(reader, where)
         if side is None or reader in through:
             continue
-        by_rule = reader in simulation.colours and simulation.colours[reader].lowers
+        by_rule = reader in simulation.colours and simulation.colours[reader].lowers and not sums_apart(reader)
         when = modes.get(reader), simulation.aliases.epoch(node, reader)
         key = when if (shared := shares_cast(mode, node, reader, by_rule, uses.grad)) else reader
         pays = not cast_anyway or reader.op == "output"  # else it reads a cast that is made for others
