@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxamp
 from fxamp.measure.counts import op_counts, step_counts
+from tests.support.architectures import BY_NAME as ARCHITECTURES
 from tests.support.front_ends import (
     BF16,
     F32,
@@ -308,3 +309,27 @@ def test_a_recurrence_written_by_hand_is_cast_hardly_more_often_than_by_autocast
     theirs, ours = op_counts(under_autocast), op_counts(lambda: view(tokens).logits.float().sum())
     assert ours.casts <= 1.1 * theirs.casts
     assert ours.cast_bytes < theirs.cast_bytes
+
+
+def test_an_output_that_is_read_low_is_not_cast_back_in_forward() -> None:
+    """Segformer hands out logits in FP32, and resizes them in BF16 for its loss, as a node of autograd behind them."""
+    model, inputs = ARCHITECTURES["SegformerForSemanticSegmentation"]()
+    model.train()
+
+    def under_autocast() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss: Tensor = model(**inputs).loss
+        return loss
+
+    view = fxamp.convert(model, (), inputs, policy="O1,dtype=bf16")
+    counts, gradients = [], []
+    for forward in (under_autocast, lambda: view(**inputs).loss):
+        forward()  # which installs hooks, as transformers does
+        model.zero_grad()
+        counts.append(op_counts(forward).casts)
+        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert counts[1] == counts[0] + 3  # logits, their gradient, and that of what reads them
+    assert all(map(torch.equal, *gradients))
+    output = view(**inputs)
+    (gradient,) = torch.autograd.grad(output.loss, output.logits)
+    assert gradient.abs().sum() > 0
