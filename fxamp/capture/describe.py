@@ -18,6 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from passes._torch import enter_autocast, exit_autocast, pytree
 from passes.contract.policy import Policy, module_override, type_names
+from passes.graph.grad import sums_apart
 from passes.graph.notes import CastMeaning, Origin, Origins, Region, provenance
 from passes.graph.values import (
     ELIGIBLE,
@@ -142,8 +143,7 @@ class _Description:
         place.meta = dict(place.meta)
         if outer is not None:
             self.origins[place] = self.origins[outer]
-        # A reentrant checkpoint reads detached inputs, which are leaves of autograd.
-        if call is not None and row_of(call).recomputed and call.kwargs.get("use_reentrant") is not False:
+        if call is not None and sums_apart(call):
             self.origins.add(place, role=self.origins[place].role or "leaf")
 
     def without_autocast(self, graph: Graph, crossed: Set[Node], stays: bool) -> dict[Node, Any]:

@@ -6,6 +6,7 @@ they are:
     no_op           to(x: bf16, bf16)                  ->  x
     round_trip      to(to(x: bf16, f32), bf16)         ->  x          (widening and back; never narrowing and back)
     read            a = to(x: bf16, f32); to(to(a, bf16), f32)  ->  a    (an output that is read)
+                    a = to(x: bf16, f32); to(a, bf16)  ->  again(a, bf16, x)
     share           a = to(x, bf16); b = to(x, bf16)   ->  b = a      (no write in between; one grad mode, or a weight)
     author          to(to(x: f32, bf16), bf16)         ->  to(x, bf16)   (the second one is the author's)
     promote         add(to(x: bf16, f32), y: f32)      ->  add(x, y)  (the kernel promotes)
@@ -29,7 +30,7 @@ from torch.fx import Graph, Node
 
 from ..form import Assignment, Ensures, Unit
 from ..graph.aliases import Aliases, may_alias
-from ..graph.grad import grad_modes, is_leaf, requires_grad, shares_cast, shares_storage, what_it_reads
+from ..graph.grad import grad_modes, is_leaf, requires_grad, shares_cast, shares_storage, sums_apart, what_it_reads
 from ..graph.notes import CLAMP_OPERAND, READ_OUTPUT, is_inserted, note, note_of
 from ..graph.values import LOW_DTYPES, literal_dtype
 from ..ops import ops
@@ -58,7 +59,7 @@ class EliminateCasts:
         return {
             "no_op": _no_op(graph, assignment),
             "round_trip": _round_trip(graph, assignment),
-            "read": _read(graph, self.share),
+            "read": _read(graph, assignment, self.share),
             "share": _share(graph, assignment, self.share),
             "author": _author(graph),
             "promote": _promote(graph, assignment),
@@ -90,16 +91,25 @@ def _round_trip(graph: Graph, assignment: Assignment) -> int:
     return edits
 
 
-def _read(graph: Graph, mode: str) -> int:
-    """Let what reads an output in FP32 read what is handed out, where the gradients of readers may be summed so."""
-    grad, edits = requires_grad(graph), 0
+def _read(graph: Graph, assignment: Assignment, mode: str) -> int:
+    """Let what reads an output in FP32 read what is handed out, where the gradients of readers may be summed so.
+
+    What reads it low reads the storage of the low value, as a node of autograd behind what is handed out.
+    """
+    grad, edits, aliases = requires_grad(graph), 0, functools.cache(lambda: Aliases(graph))
     for back in [n for n in graph.nodes if note_of(n).made_by == READ_OUTPUT]:
         wide: Any = back.args[0]
         casts = [c for c in back.users if is_inserted(c) and c.args[1] == torch.float32]
         for cast in (c for c in casts if shares_cast(mode, back, c, False, grad)):
             edits += _replace(graph, cast, wide)
+        value: Any = wide.args[0] if is_inserted(wide) else wide
         if not back.users:
             graph.erase_node(back)
+        elif assignment.dtypes.get(value) == back.args[1] and not (
+            aliases().is_mutated(value) or aliases().is_mutated(back)
+        ):
+            back.target, back.args = again, (*back.args, value)
+            edits += 1
     return edits
 
 
@@ -127,7 +137,9 @@ def _share(graph: Graph, assignment: Assignment, mode: str) -> int:
         value = cast.args[0]
         if not is_inserted(cast) and not _is_lent(cast, assignment, aliases):
             continue
-        by_rule = all(u in assignment.colours and assignment.colours[u].lowers for u in cast.users)
+        by_rule = all(
+            u in assignment.colours and assignment.colours[u].lowers and not sums_apart(u) for u in cast.users
+        )
         if not shares_cast(mode, value, cast, is_inserted(cast) and by_rule, grad):
             continue
         grad_mode, switches = modes[cast]
@@ -183,7 +195,12 @@ def _promote(graph: Graph, assignment: Assignment) -> int:
 def _share_storage(graph: Graph, assignment: Assignment, mode: str, device: str) -> int:
     """Read the storage of an earlier cast where a cast stood: autograd sums gradients in the order of their nodes."""
     plain = [n for n in graph.nodes if _is_plain(n) and n.target is not cast_weight]
-    casts = [n for n in plain if shares_storage(mode, n.args[0], device)]
+    # What reentrant checkpoints read autocast casts once in forward, however small it is.
+    lent = {what_it_reads(n.args[0]) for n in plain if any(map(sums_apart, n.users))}
+    casts = [
+        n for n in plain
+        if shares_storage(mode, n.args[0], device) or (mode.endswith("storage") and what_it_reads(n.args[0]) in lent)
+    ]  # fmt: skip
     if len(casts) == len({what_it_reads(c.all_input_nodes[0]) for c in casts}):
         return 0
     edits, aliases, modes, grad = 0, Aliases(graph), grad_modes(graph), requires_grad(graph)

@@ -14,6 +14,7 @@ from torch.fx import Graph, Node
 
 from .._torch import INFERENCE, SET_GRAD, enter_autocast, exit_autocast
 from ..contract.devices import DEVICES
+from ..ops.rules import row_of
 from ..runtime.casts import cast_weight
 from ..runtime.regions import grad_mode
 from .aliases import Aliases, may_write
@@ -85,6 +86,11 @@ def shares_storage(mode: str, value: Node, device: str) -> bool:
     if not mode.endswith("storage") or least is None or not isinstance(tensor, torch.Tensor):
         return False
     return bool(concrete_size(tensor.numel()) >= least)
+
+
+def sums_apart(reader: Node) -> bool:
+    """Say whether a call is a reentrant checkpoint, whose inputs are leaves: the gradients of its reads are one sum."""
+    return row_of(reader).recomputed and reader.kwargs.get("use_reentrant") is not False
 
 
 def what_it_reads(value: Node) -> Any:

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxamp
-from fxamp.measure.counts import step_counts
+from fxamp.measure.counts import op_counts, step_counts
+from tests.support.architectures import BY_NAME as ARCHITECTURES
 from tests.support.front_ends import (
     BF16,
     F32,
@@ -243,6 +245,36 @@ def test_a_number_beside_a_low_tensor_is_read_as_it_is_as_under_autocast(forward
     assert [d.colour for d in fxamp.plan_of(view).decisions if d.op == "mul"] == ["bfloat16"]
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_weight_in_reentrant_checkpoints_is_cast_no_more_often_than_by_autocast(level: str) -> None:
+    """Layers of ALBERT share their weights; O1 sums the gradients of each layer apart, as a reentrant checkpoint."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "embedding_size": 16, "intermediate_size": 64, "num_hidden_layers": 3}
+    config = transformers.AlbertConfig(
+        vocab_size=60, num_attention_heads=2, attn_implementation="eager", classifier_dropout_prob=0.0, **sizes
+    )
+    model = transformers.AlbertForSequenceClassification(config).train()
+    layer, tokens = model.albert.encoder.albert_layer_groups[0], torch.randint(0, 60, (4, 12))
+    run = layer.forward
+    layer.forward = lambda x, *args, **kwargs: checkpoint(lambda h: run(h, *args, **kwargs), x, use_reentrant=True)
+
+    def under_autocast() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(tokens).logits.float().square().sum()
+
+    view = fxamp.convert(model, (tokens,), policy=f"{level},dtype=bf16")
+    view(tokens)
+    counts, gradients = [], []
+    for forward in (under_autocast, lambda: view(tokens).logits.square().sum()):
+        model.zero_grad()
+        counts.append(op_counts(forward).casts)  # `torch.autograd.grad` is not for such a checkpoint
+        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert counts[1] <= counts[0]
+    assert len(gradients[0]) == len(gradients[1]) > 20
+    if level == "O1":
+        assert all(map(torch.equal, *gradients))
+
+
 def test_a_reentrant_checkpoint_sums_gradients_of_a_weight_apart_at_o1() -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         y = checkpoint(lambda x: torch.tanh(self.m(self.l(x))), self.m(self.l(x)), use_reentrant=True)
@@ -260,3 +292,44 @@ def test_a_reentrant_checkpoint_sums_gradients_of_a_weight_apart_at_o1() -> None
         assert theirs is not None
         assert parameter.grad is not None
         assert torch.equal(parameter.grad, theirs)
+
+
+def test_a_recurrence_written_by_hand_is_cast_hardly_more_often_than_by_autocast_at_o2() -> None:
+    """RWKV's loop mixes FP32 states with low keys: of large batches alone a cast of each would pay."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "attention_hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    model = transformers.RwkvForCausalLM(transformers.RwkvConfig(vocab_size=60, **sizes)).train()
+    tokens = torch.randint(0, 60, (2, 8))
+
+    def under_autocast() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(tokens).logits.float().sum()
+
+    view = fxamp.convert(model, (tokens,), policy="O2,dtype=bf16,output_dtype=autocast")
+    theirs, ours = op_counts(under_autocast), op_counts(lambda: view(tokens).logits.float().sum())
+    assert ours.casts <= 1.1 * theirs.casts
+    assert ours.cast_bytes < theirs.cast_bytes
+
+
+def test_an_output_that_is_read_low_is_not_cast_back_in_forward() -> None:
+    """Segformer hands out logits in FP32, and resizes them in BF16 for its loss, as a node of autograd behind them."""
+    model, inputs = ARCHITECTURES["SegformerForSemanticSegmentation"]()
+    model.train()
+
+    def under_autocast() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss: Tensor = model(**inputs).loss
+        return loss
+
+    view = fxamp.convert(model, (), inputs, policy="O1,dtype=bf16")
+    counts, gradients = [], []
+    for forward in (under_autocast, lambda: view(**inputs).loss):
+        forward()  # which installs hooks, as transformers does
+        model.zero_grad()
+        counts.append(op_counts(forward).casts)
+        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert counts[1] == counts[0] + 3  # logits, their gradient, and that of what reads them
+    assert all(map(torch.equal, *gradients))
+    output = view(**inputs)
+    (gradient,) = torch.autograd.grad(output.loss, output.logits)
+    assert gradient.abs().sum() > 0

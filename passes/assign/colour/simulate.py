@@ -136,9 +136,7 @@ class Simulation:
         pinned, operands = not is_opaque(node) and self.aliases.find(node) in self.pinned, body.operands(node)
         border = Border({p: self.dtypes[v] for p, v in operands.items()}, pinned, bodies=body.bodies())
         inside, edits = self._inside(node, body, border), tuple[Cast, ...]()
-        # A reentrant checkpoint, whose inputs are leaves, sums the gradients of its own reads apart.
-        summed = {p for p in operands if self.policy.level.stores_low or note_of(p).role != "leaf"}
-        several = (p for p in operands if p in summed and self._is_cast_for_several(node, operands[p]))
+        several = (p for p in operands if self._is_cast_for_several(node, operands[p]))
         if lent := {*filter(inside.only_lowers, several)}:
             inside = self._inside(
                 node, body, replace(border, inputs={**border.inputs, **dict.fromkeys(lent, self.low)})
