@@ -37,6 +37,7 @@ from ..view.traced import convert_views, traced
 from ..view.view import is_view, runner_of
 from .compiled_update import Compiled, CompiledUpdate
 from .compiler import CompileSettings, Counted, Region
+from .storage import Storage
 from .weights import WeightCasts
 from .window import LossFunction, loss_of
 
@@ -83,7 +84,7 @@ class CompiledStep:
         self, settings: CompileSettings, model: nn.Module, weights: WeightCasts, output: Output | None = None,
         update: Compiled | None = None,
     ) -> None:  # fmt: skip
-        self.settings, self.output, self.leaves = settings, output, Leaves()
+        self.settings, self.output, self.leaves, self.storage = settings, output, Leaves(), Storage()
         self._model, self._weights = model, weights
         function = _loss if output is None else _loss_and_output
         self.loss = Region("model and loss", function, settings, self._compile)
@@ -181,13 +182,15 @@ class CompiledStep:
 
     def _compile(self, gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """Convert the views in a graph, lift casts of weights out of it, and compile it."""
-        backend = self.settings.run()
         if not self._inlined:
             _detach_outputs(gm, as_computed=False)
-            plain: Callable[..., Any] = backend(gm, inputs)
+            plain: Callable[..., Any] = self.settings.run()(gm, inputs)
             return plain
         eager = self.settings.backend == "eager"
-        parts = convert_views(gm, inputs, self._inlined, self._graphs, eager=eager)
+        settings, level = self.settings, None
+        if more := self.storage.options(self._inlined, self.settings):
+            settings, level = replace(settings, options={**settings.options, **more}), "O1"
+        parts = convert_views(gm, inputs, self._inlined, self._graphs, eager=eager, level=level)
         _detach_outputs(gm, as_computed=self.output == "low")
         lifted, examples = list[Lifted](), list(inputs)
         if self._weights.is_open or not self.leaves.reason:
@@ -197,10 +200,10 @@ class CompiledStep:
         inner = self.settings.backend
         by = inner if isinstance(inner, str) else self.settings.name
         with no_autocast():
-            made: Callable[..., Any] = backend(gm, examples)
+            made: Callable[..., Any] = settings.run()(gm, examples)
 
         def again(options: dict[str, Any], given: list[Any]) -> Callable[..., Any]:
-            more = replace(self.settings, options={**self.settings.options, **options})
+            more = replace(settings, options={**settings.options, **options})
             compiled: Callable[..., Any] = more.run()(copied(emitted), given)
             return compiled
 
