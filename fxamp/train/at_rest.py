@@ -12,88 +12,162 @@ read it unrounded, and so do those of forward: the loss is that of O1.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import PurePath
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
 from passes._torch import OpOverload, example_of
-from passes.contract.policy import dtype_name
+from passes.contract.policy import Policy, dtype_name, module_override, type_names
 
-from ..measure.inductor import STORED
+from ..view.runner import Runner
+from .compiler import CompileSettings
 
 Part: TypeAlias = Literal["saved", "backward"]
 PARTS: tuple[Part, ...] = ("saved", "backward")
 LEAST = 4096  # elements: below, a kernel takes as long as its launch
 _CAST = torch.ops.prims.convert_element_type.default
 # What Inductor computes where it is read, beside pointwise ops and reductions.
-_MOVES = frozenset(
-    "_unsafe_view alias broadcast_in_dim clone expand full getitem iota permute reshape select slice squeeze unsqueeze "
-    "view".split()
-)
+_MOVES = {
+    "_unsafe_view", "alias", "broadcast_in_dim", "clone", "expand", "full", "getitem", "iota", "permute", "reshape",
+    "select", "slice", "squeeze", "unsqueeze", "view",
+}  # fmt: skip
 # What has a kernel of its own that Inductor generates: it can cast what it reads, and what it makes.
-_GENERATED = frozenset("cat embedding index index_put scatter scatter_add".split())
+_GENERATED = {"cat", "embedding", "index", "index_put", "scatter", "scatter_add"}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A value that a compiled step stores in 16 bits, where O1 stores FP32.
+
+    Attributes:
+        part: "saved" for backward, or handed on in "backward" by one kernel to a later one.
+        name: Its name in the joint graph of forward and backward.
+        module: The path of the module that computes it, or whose backward does; "" for none, as for sums of gradients.
+        line: The author's line that it comes from, as "net.py:12"; "" where torch does not know it.
+        dtype: The dtype that it is stored in.
+    """
+
+    part: str
+    name: str
+    module: str
+    line: str
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.part} {self.name} in {self.dtype}: {self.module or '(no module)'}, {self.line or '(no line)'}"
+
+
+def why_not(runners: Sequence[Runner], settings: CompileSettings) -> str:
+    """Return why the plan of an eager O2 is compiled for some views, and not O1's, with what is stored in 16 bits."""
+    if settings.backend != "inductor":
+        return f"'{settings.name}' is asked to compile, of which it is not known what it stores"
+    if not all(map(is_o2, runners)):
+        return "not all views in the graph follow O2"
+    if any(runner.graphs.low != torch.bfloat16 for runner in runners):
+        return "FP16 does not have the range of values that are stored in FP32"
+    if any(runner.graphs.replayed is not None for runner in runners):
+        return "a plan is carried out"
+    from .partitioner import theirs
+
+    return theirs(settings.options)
+
+
+def is_o2(runner: Runner) -> bool:
+    """Say whether a view follows the level that stores values in 16 bits, and rounds no sensitive op."""
+    level = runner.graphs.policy.level
+    return level.stores_low and not level.rounds_sensitive
+
+
+def options_for(runners: Sequence[Runner]) -> dict[str, Any]:
+    """Return the options of Inductor under which it stores in 16 bits what later kernels read."""
+    from .partitioner import options_with
+
+    return options_with(AtRest(torch.bfloat16, tuple(runner.graphs.policy for runner in runners)), __file__)
 
 
 @dataclass(frozen=True)
 class AtRest:
-    """Which values are stored low: what is "saved" for backward, and what kernels of "backward" hand on."""
+    """Stores in a low dtype what is "saved" for backward, and what kernels of "backward" hand on.
+
+    What lies in a module that one of the `policies` keeps in FP32 is stored so.
+    """
 
     low: torch.dtype
+    policies: tuple[Policy, ...] = ()
     parts: tuple[Part, ...] = PARTS
 
-    def __call__(self, graph: Graph, saved: Collection[str]) -> None:
-        """Round what is stored in a joint graph, in place, of which a first cut saves nodes with these names."""
-        for node, readers in _stored(graph, saved, self.parts).items():
-            _store(graph, node, readers, self.low)
+    def __str__(self) -> str:
+        return " ".join((dtype_name(self.low), *self.parts, *map(str, self.policies)))
 
+    def __call__(self, graph: Graph, saved: Collection[str], outputs: int) -> None:
+        """Round what is stored in a joint graph, in place.
 
-def _stored(graph: Graph, saved: Collection[str], parts: Sequence[Part]) -> dict[Node, list[Node]]:
-    """Return FP32 values that are stored, with the nodes that read them from memory."""
-    kernels, backward, statistics = _kernels(graph), _backward(graph), _statistics(graph)
-    chosen: dict[Node, list[Node]] = {}
-    for node in graph.nodes:
-        if not _computes(node) or _elements(node) < LEAST or node in statistics or "output" in {u.op for u in node.users}:
-            continue
-        inside = node in backward
-        kept = {name for name in saved if name == node.name}
-        later = list[Node]()
-        for user, reader, path in _readers(node):
-            if not _reads_fp32(reader):
+        A first cut of it saves nodes with these names; so many of its outputs are those of forward.
+        """
+        from ..measure.inductor import STORED  # imports Inductor
+
+        for node, (part, readers) in self._chosen(graph, saved, outputs).items():
+            stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+            path, _ = next(reversed(stack.values()), ("", None))
+            stored = Stored(part, node.name, str(path), _line(node), dtype_name(self.low))
+            _store(graph, node, readers, self.low).meta[STORED] = asdict(stored)
+
+    def _chosen(self, graph: Graph, saved: Collection[str], outputs: int) -> dict[Node, tuple[Part, list[Node]]]:
+        """Return FP32 values that are stored, each with its part, and the nodes that read it from memory."""
+        kernels, repeated = _kernels(graph), _repeated(graph)
+        forward, gradients = _forward(graph, outputs), _gradients(graph)
+        chosen: dict[Node, tuple[Part, list[Node]]] = {}
+        for node in graph.nodes:
+            if not _computes(node) or _elements(node) < LEAST or node in repeated or self._keeps(node):
                 continue
-            if reader in backward and not inside:
-                is_saved = node.name in kept or any(n.name in saved for n in path)
-                if "saved" in parts and is_saved:
-                    later.append(user)
-            elif inside and "backward" in parts and kernels[reader] - _starts(reader) > kernels[node]:
-                later.append(user)
-        if later:
-            chosen[node] = list(dict.fromkeys(later))
-    return chosen
+            read = [each for each in _readers(node) if _reads_fp32(each[1])]
+            later = [user for user, reader, _ in read if kernels[reader] - _starts(reader) > kernels[node]]
+            part: Part = "backward"
+            if node not in gradients:
+                part, of_forward = "saved", forward.isdisjoint(later)
+                later = [
+                    user for user, reader, views in read
+                    if reader not in forward and any(each.name in saved for each in (node, *views))
+                ] if of_forward else []  # else forward stores it in FP32 in any case  # fmt: skip
+            if later and part in self.parts:
+                chosen[node] = part, list(dict.fromkeys(later))
+        return chosen
+
+    def _keeps(self, node: Node) -> bool:
+        """Say whether a value is stored as it is: it is returned, has no readers in FP32, or a policy says so."""
+        if any(user.op == "output" for user in node.users):
+            return True
+        modules = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+        stack = [(str(path), type_names(kind)) for path, kind in modules.values()]
+        overrides = (module_override(policy, stack) for policy in self.policies if policy.modules)
+        return any(override is not None and override.colour != "low" for override in overrides)
 
 
-def _store(graph: Graph, node: Node, readers: Sequence[Node], low: torch.dtype) -> None:
-    """Let readers of an FP32 value read what was stored of it in a low dtype."""
+def _store(graph: Graph, node: Node, readers: Sequence[Node], low: torch.dtype) -> Node:
+    """Let readers of an FP32 value read what was stored of it in a low dtype; return that."""
     cast = next((u for u in node.users if u.target is _CAST and u.args[1] == low), None)
     meta = {key: node.meta[key] for key in _PLACE if key in node.meta}
     if cast is None:
         cast = graph.call_function(_CAST, (node, low))
         cast.meta = {**meta, "val": node.meta["val"].to(low)}
     node.append(cast)  # before all readers
-    cast.meta[STORED] = {"name": node.name, "module": _module(node), "line": _line(node), "dtype": dtype_name(low)}
     with graph.inserting_after(cast):
         stored = graph.call_function(_CAST, (cast, torch.float32))
     stored.meta = {**meta, "val": node.meta["val"].to(torch.float32)}
     for reader in readers:
         reader.replace_input_with(node, stored)
+    return cast
 
 
-_PLACE = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "seq_nr", "partitioner_tag", "recompute", "ac_graph_id")
+# Where a node stands, for the partitioner too, and how checkpoints that it lies in are recomputed.
+_PLACE = (
+    "nn_module_stack", "fwd_nn_module_stack", "stack_trace", "seq_nr", "partitioner_tag", "recompute", "ac_graph_id",
+)  # fmt: skip
 
 
 def _name(node: Node) -> str:
@@ -152,14 +226,31 @@ def _elements(node: Node) -> int:
 
 
 def _kernels(graph: Graph) -> dict[Node, int]:
-    """Return how many kernels of libraries come one after the other before a node, or its own if it is one."""
-    found = defaultdict[Node, int](int)
+    """Return how many kernels of libraries, one after the other, run before a node, or its own if it is one.
+
+    What Inductor generates is computed where it is first read.
+    """
+    found = dict[Node, int]()
     for node in graph.nodes:
         found[node] = max((found[i] for i in node.all_input_nodes), default=0) + _starts(node)
+    for node in reversed(graph.nodes):
+        if not _starts(node):
+            readers = (user for user in node.users if user.op != "output")
+            found[node] = min((found[user] - _starts(user) for user in readers), default=found[node])
     return found
 
 
-def _backward(graph: Graph) -> set[Node]:
+def _forward(graph: Graph, outputs: int) -> set[Node]:
+    """Return what the first outputs of a graph depend on."""
+    (output,) = graph.find_nodes(op="output")
+    found = {value for value in output.args[0][:outputs] if isinstance(value, Node)}
+    for node in reversed(graph.nodes):
+        if node in found:
+            found.update(node.all_input_nodes)
+    return found
+
+
+def _gradients(graph: Graph) -> set[Node]:
     """Return what depends on the gradients of outputs."""
     found = set[Node]()
     for node in graph.nodes:
@@ -169,24 +260,16 @@ def _backward(graph: Graph) -> set[Node]:
     return found
 
 
-def _statistics(graph: Graph) -> set[Node]:
-    """Return what is computed from results of reductions alone, such as the variance of each row."""
+def _repeated(graph: Graph) -> set[Node]:
+    """Return what is broadcast, as a statistic of each row is: its bytes are few beside those of what reads it."""
     found = set[Node]()
-    most = dict[Node, int]()
-    for node in graph.nodes:
-        if not isinstance(node.meta.get("val"), Tensor):
-            continue
-        of = max((most.get(i, 0) for i in node.all_input_nodes), default=0) if not _starts(node) else 0
-        most[node] = max(of, _elements(node) if _is_reduction(node) else 0)
-        if 0 < _elements(node) <= most[node]:
-            found.add(node)
+    for node in reversed(graph.nodes):
+        if isinstance(node.meta.get("val"), Tensor):
+            readers = [u for u in node.users if isinstance(u.meta.get("val"), Tensor)]
+            inside = [u for u in readers if _is_pointwise(u) or _moves(u)]
+            if any(u in found or _elements(u) > _elements(node) for u in inside):
+                found.add(node)
     return found
-
-
-def _module(node: Node) -> str:
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    path, _ = next(reversed(stack.values()), ("", None))
-    return str(path)
 
 
 def _line(node: Node) -> str:

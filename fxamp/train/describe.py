@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from .compiled_step import CompiledStep
@@ -57,6 +58,11 @@ def compiled_rows(compiled: CompiledStep | None) -> list[tuple[str, str]]:
     rows = [("compiled", f"by '{compiled.settings.name}'")]
     if compiled.leaves.reason:
         rows.append(("no weights as leaves", compiled.leaves.reason))
+    if compiled.not_at_rest:
+        rows.append(("O2 as when uncompiled", compiled.not_at_rest))
+    elif stored := compiled.stored:
+        parts = Counter(each.part for each in stored)
+        rows.append(("stored in 16 bits", ", ".join(f"{count} {part}" for part, count in parts.items())))
     if compiled.cuda_graph:
         rows.append(("CUDA graph", compiled.cuda_graph))
     for region in compiled.regions:

@@ -20,6 +20,7 @@ from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
 
 from passes._torch import enter_autocast, exit_autocast
+from passes.contract.policy import Level
 from passes.graph.values import LOW_DTYPES, dtypes_of, no_autocast
 from passes.ops.ops import NOTE
 
@@ -53,7 +54,7 @@ def in_original_dtype(value: Tensor) -> Tensor:
 
 def convert_views(
     gm: GraphModule, inputs: Sequence[Any], runners: Sequence[Runner], made: list[Graph], *, eager: bool,
-    level: str | None = None,
+    level: Level | None = None,
 ) -> list[Part]:  # fmt: skip
     """Convert the regions of views in a graph from Dynamo, in place; return which of the nodes are of which plan.
 
@@ -68,7 +69,8 @@ def convert_views(
     parts = [_Region(gm, enter, given, runners).convert(made, eager, level) for enter in entered]
     if not entered and torch.is_autocast_enabled(runners[0].graphs.device) and not torch.is_autocast_cache_enabled():
         runner = _runner_of(runners, inputs)  # after a break inside the region of a view
-        parts = [Part(_convert(gm, inputs, runner, made, eager, level), runner, {n.name: n.name for n in gm.graph.nodes})]
+        names = {n.name: n.name for n in gm.graph.nodes}
+        parts = [Part(_convert(gm, inputs, runner, made, eager, level), runner, names)]
     gm.recompile()
     return parts
 
@@ -85,7 +87,7 @@ def _marked(graph: FxGraph) -> list[Node]:
 
 
 def _convert(
-    gm: GraphModule, inputs: Sequence[Any], runner: Runner, made: list[Graph], eager: bool, level: str | None
+    gm: GraphModule, inputs: Sequence[Any], runner: Runner, made: list[Graph], eager: bool, level: Level | None
 ) -> Graph:
     graph = _rewritten(runner, gm, list(inputs), level)
     if not eager:
@@ -120,7 +122,7 @@ class _Region:
         self.examples = [given.get(n, n.meta.get("example_value")) for n in self.inputs]
         self.runner = _runner_of(runners, self.examples)
 
-    def convert(self, made: list[Graph], eager: bool, level: str | None) -> Part:
+    def convert(self, made: list[Graph], eager: bool, level: Level | None) -> Part:
         """Convert it in a graph of its own, and put that in its place."""
         part = self._cut_out()
         graph = _convert(part, self.examples, self.runner, made, eager, level)
@@ -162,7 +164,7 @@ class _Region:
         return {env[n].name: n.name for n in part.graph.nodes if n.op.startswith("call")}
 
 
-def _rewritten(runner: Runner, part: GraphModule, examples: list[Any], level: str | None) -> Graph:
+def _rewritten(runner: Runner, part: GraphModule, examples: list[Any], level: Level | None) -> Graph:
     """Convert a graph, with the model of a view for the one that is called: whoever asks finds this frame."""
     outer = begin(Call(runner.model, (), {}, _CODE))
     try:
