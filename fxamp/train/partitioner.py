@@ -20,7 +20,7 @@ from torch._inductor import config, custom_graph_pass
 from torch.fx import Graph, GraphModule
 
 Change: TypeAlias = Callable[[Graph, frozenset[str], int], None]
-_OPTION = "custom_partitioner_fn"
+OPTION = "custom_partitioner_fn"
 _cut: Any = partitioners.min_cut_rematerialization_partition
 _Base: Any = getattr(custom_graph_pass, "CustomPartitionerFn", object)  # not in every torch
 
@@ -54,12 +54,12 @@ class Partitioner(_Base):  # type: ignore[misc]
 def options_with(change: Change, *files: str) -> dict[str, Any]:
     """Return options of Inductor under which joint graphs are changed, by code that lies in some files."""
     digest = hashlib.sha256(b"".join(Path(file).read_bytes() for file in (__file__, *files)))
-    return {_OPTION: Partitioner(change, digest.hexdigest())}
+    return {OPTION: Partitioner(change, digest.hexdigest())}
 
 
 def theirs(options: Mapping[str, Any]) -> str:
     """Return why graphs are not changed: options or settings ask for somebody else's partitioner; "" if not."""
-    if not hasattr(config, _OPTION):
+    if not hasattr(config, OPTION):
         return "this torch takes no partitioner"
-    given = options.get(_OPTION) or getattr(config, _OPTION)
-    return "" if given is None else f"{_OPTION} is {type(given).__name__}"
+    given = options.get(OPTION) or getattr(config, OPTION)
+    return "" if given is None else f"{OPTION} is {type(given).__name__}"
