@@ -11,7 +11,6 @@ read it unrounded, and so do those of forward: the loss is that of O1.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import PurePath
@@ -23,6 +22,7 @@ from torch.fx import Graph, Node
 
 from passes._torch import OpOverload, example_of
 from passes.contract.policy import Policy, dtype_name, module_override, type_names
+from passes.graph.values import frames
 
 from ..view.runner import Runner
 from .compiler import CompileSettings
@@ -274,7 +274,8 @@ def _repeated(graph: Graph) -> set[Node]:
 
 def _line(node: Node) -> str:
     """Return the author's line that a node was traced from, as "net.py:12"."""
-    lines = [line.strip() for line in str(node.meta.get("stack_trace", "")).splitlines()]
-    last = next((line for line in reversed(lines) if line.startswith("File ")), "")
-    match = re.match(r'File "(.*)", line (\d+)', last)
-    return f"{PurePath(match[1]).name}:{match[2]}" if match else ""
+    frame = next((each for each in reversed(frames(node)) if not each[0].startswith(_PACKAGES)), None)
+    return "" if frame is None else f"{PurePath(frame[0]).name}:{frame[1]}"
+
+
+_PACKAGES = tuple(f"{PurePath(file).parent.as_posix()}/" for file in (torch.__file__, PurePath(__file__).parent))
