@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING
 
 from .compiled_step import CompiledStep
@@ -61,8 +60,9 @@ def compiled_rows(compiled: CompiledStep | None) -> list[tuple[str, str]]:
     if compiled.not_at_rest:
         rows.append(("O2 as when uncompiled", compiled.not_at_rest))
     elif stored := compiled.stored:
-        parts = Counter(each.part for each in stored)
-        rows.append(("stored in 16 bits", ", ".join(f"{count} {part}" for part, count in parts.items())))
+        rows += [("stored in 16 bits", str(each)) for each in stored[:_SHOWN]]
+        if len(stored) > _SHOWN:
+            rows.append(("stored in 16 bits", f"{len(stored) - _SHOWN} more, listed in step.compiled.stored"))
     if compiled.cuda_graph:
         rows.append(("CUDA graph", compiled.cuda_graph))
     for region in compiled.regions:

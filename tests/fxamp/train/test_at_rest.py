@@ -25,6 +25,7 @@ from torch._inductor import config, custom_graph_pass
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx import GraphModule, Node
 from torch.optim import SGD
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 import fxamp
@@ -63,8 +64,10 @@ def blocks(count: int = 2, width: int = 64) -> nn.Sequential:
 class Cut:
     """The blocks and their loss, cut in two after a change; both graphs have run node by node."""
 
-    def __init__(self, change: Any) -> None:
+    def __init__(self, change: Any, wrap: Any = None) -> None:
         graphs, model = list[GraphModule](), blocks()
+        for i in (1, 2) if wrap else ():
+            model[i] = wrap(model[i])
 
         def keep(gm: GraphModule, example_inputs: Any) -> Any:
             graphs.append(gm)
@@ -137,6 +140,37 @@ def test_a_module_that_a_policy_keeps_in_fp32_is_stored_so() -> None:
     assert "saved" in {part for part, *_ in Cut(at_rest(*PARTS)).notes()}
     policy = fxamp.Policy("O2", dtype="bf16", modules={nn.LayerNorm: "fp32"})
     assert not [part for part, module, _ in Cut(at_rest(*PARTS, policy=policy)).notes() if module == "3"]
+
+
+class Checkpointed(nn.Module):
+    """A block that is computed again in backward; what a policy says is saved."""
+
+    def __init__(self, inner: nn.Module, by_policy: bool) -> None:
+        super().__init__()
+        self.inner, self.how = inner, {"context_fn": SELECTED} if by_policy else {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(self.inner, x, use_reentrant=False, **self.how)
+        return out
+
+
+def _saves(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    products = (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+    return CheckpointPolicy.MUST_SAVE if op in products else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+SELECTED = functools.partial(create_selective_checkpoint_contexts, _saves)
+
+
+@pytest.mark.parametrize("by_policy", [False, True])
+def test_checkpoints_save_and_recompute_what_they_did(by_policy: bool) -> None:
+    wrap = functools.partial(Checkpointed, by_policy=by_policy)
+    before, after = Cut(at_rest(), wrap), Cut(at_rest(*PARTS), wrap)
+    assert {part for part, *_ in after.notes()} == {*PARTS}
+    assert torch.equal(after.loss, before.loss)
+    assert [n.meta["val"].shape for n in after.saved] == [n.meta["val"].shape for n in before.saved]
+    for ours, theirs in zip(after.gradients, before.gradients, strict=True):
+        assert (ours - theirs).norm() <= 2**-7 * theirs.norm()
 
 
 def test_another_choice_has_another_key_and_the_same_one_the_same_in_every_process() -> None:
