@@ -25,7 +25,11 @@ from torch._inductor import config, custom_graph_pass
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx import GraphModule, Node
 from torch.optim import SGD
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 import fxamp
@@ -147,11 +151,12 @@ class Checkpointed(nn.Module):
 
     def __init__(self, inner: nn.Module, by_policy: bool) -> None:
         super().__init__()
-        self.inner, self.how = inner, {"context_fn": SELECTED} if by_policy else {}
+        self.inner, self.by_policy = inner, by_policy
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = checkpoint(self.inner, x, use_reentrant=False, **self.how)
-        return out
+        if self.by_policy:
+            return checkpoint(self.inner, x, use_reentrant=False, context_fn=SELECTED)
+        return checkpoint(self.inner, x, use_reentrant=False)
 
 
 def _saves(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -166,7 +171,7 @@ SELECTED = functools.partial(create_selective_checkpoint_contexts, _saves)
 def test_checkpoints_save_and_recompute_what_they_did(by_policy: bool) -> None:
     wrap = functools.partial(Checkpointed, by_policy=by_policy)
     before, after = Cut(at_rest(), wrap), Cut(at_rest(*PARTS), wrap)
-    assert {part for part, *_ in after.notes()} == {*PARTS}
+    assert ("backward", "3", "bfloat16") in after.notes()
     assert torch.equal(after.loss, before.loss)
     assert [n.meta["val"].shape for n in after.saved] == [n.meta["val"].shape for n in before.saved]
     for ours, theirs in zip(after.gradients, before.gradients, strict=True):
