@@ -71,7 +71,7 @@ def blocks(count: int = 2, width: int = 64) -> nn.Sequential:
 class Cut:
     """The blocks and their loss, cut in two after a change; both graphs have run node by node."""
 
-    def __init__(self, change: Any, wrap: Any = None) -> None:
+    def __init__(self, change: Any, wrap: Any = None, ids: Tensor = IDS) -> None:
         graphs, model = list[GraphModule](), blocks()
         for i in (1, 2) if wrap else ():
             model[i] = wrap(model[i])
@@ -92,7 +92,7 @@ class Cut:
                 return F.cross_entropy(model(ids), ids)
 
         torch.compiler.reset()
-        loss = loss_of(IDS)
+        loss = loss_of(ids)
         loss.backward()
         self.loss, self.gradients = loss.detach(), [p.grad for p in model.parameters() if p.grad is not None]
         self.forward, self.backward = graphs
@@ -141,6 +141,12 @@ def test_what_kernels_of_backward_hand_on_is_stored_in_16_bits() -> None:
         (wide,) = node.all_input_nodes
         assert any(user.target is node.target for user in node.users)  # what reads it in FP32
         assert wide.meta["val"].numel() == 128 * 64  # no statistic of rows
+
+
+def test_statistics_of_rows_stay_as_they_are_however_many_rows_there_are() -> None:
+    cut = Cut(at_rest(*PARTS), ids=IDS.repeat(64))
+    sizes = {node.meta["val"].shape[-1] for graph in (cut.forward, cut.backward) for node, _ in noted(graph)}
+    assert sizes == {64}
 
 
 def test_a_module_that_a_policy_keeps_in_fp32_is_stored_so() -> None:
