@@ -4,6 +4,7 @@
     python reports/compiled_step.py --rounds 0          # counts alone; the times that were measured before stay
     python reports/compiled_step.py --windows 4 --models            # on this CPU, windows of four micro-batches alone
     python reports/compiled_step.py --windows --models BERT-base    # of a GPU, one model alone; the others stay
+    python reports/compiled_step.py --windows --variants "fxamp O2, compiled update"    # and one variant alone
 
 On this CPU it takes a BERT of four layers, width 256, batch 4, 64 tokens. Each step is a window of one micro-batch or
 of four (forward and backward each), and then a fused AdamW. Times are medians of rounds in which the variants take
@@ -55,8 +56,9 @@ from reports.peak import peak_of  # noqa: E402
 
 FP32, AUTOCAST, ALL_LOW = "FP32", "torch.autocast", "all low"
 LOWS = {"bf16": torch.bfloat16, "fp16": torch.float16}
-COMPILED = "fxamp O1, compiled update"
-POLICIES = {"fxamp O1": "O1", COMPILED: "O1", "fxamp O1 per_use": "O1", "fxamp O2": "O2"}
+COMPILED, AT_REST = "fxamp O1, compiled update", "fxamp O2, compiled update"
+OF_CPU = {"fxamp O1": "O1", COMPILED: "O1", "fxamp O1 per_use": "O1", "fxamp O2": "O2"}
+POLICIES = {**OF_CPU, AT_REST: "O2"}
 ROUNDS, WARMUP, RESAMPLED = 11, 2, 2000
 WINDOWS = (1, 4)
 _LENGTH = {"1": "Steps of one micro-batch", "4": "Windows of four micro-batches"}
@@ -124,7 +126,8 @@ class Variant:
 
 GPU_VARIANTS = {
     AUTOCAST: Variant(AUTOCAST), "fxamp O1": Variant("fxamp O1"), COMPILED: Variant(COMPILED),
-    f"{COMPILED}, check_finite=False": Variant(COMPILED, check=False), ALL_LOW: Variant(ALL_LOW),
+    f"{COMPILED}, check_finite=False": Variant(COMPILED, check=False), AT_REST: Variant(AT_REST),
+    ALL_LOW: Variant(ALL_LOW),
     f"{AUTOCAST}, windows of 4": Variant(AUTOCAST, 4),
     "fxamp O1, windows of 4": Variant("fxamp O1", 4), f"{COMPILED}, windows of 4": Variant(COMPILED, 4),
     f"{AUTOCAST}, FP16": Variant(AUTOCAST, low="fp16"), f"{COMPILED}, FP16": Variant(COMPILED, low="fp16"),
@@ -147,7 +150,7 @@ def bert(width: int, layers: int, batch: int, tokens: int) -> tuple[nn.Module, I
 def variants(size: tuple[int, int, int, int], window: int, options: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
     """Yield names, and functions that run a micro-batch; each has weights of its own."""
     model, inputs = bert(*size)
-    for name in (FP32, AUTOCAST, ALL_LOW, *POLICIES):
+    for name in (FP32, AUTOCAST, ALL_LOW, *OF_CPU):
         own = copy.deepcopy(model).to(torch.bfloat16 if name == ALL_LOW else torch.float32)
         yield name, micro_batch(own, inputs, Variant(name, window), {"options": options})
 
@@ -168,7 +171,7 @@ def micro_batch(
     step = fxamp.TrainStep(
         converted, None, _adamw(model), weights="per_use" if "per_use" in of.name else "auto",
         accumulate_steps=of.window, check_finite=of.check, compile=how,
-        update="compiled" if of.name == COMPILED else None,
+        update="compiled" if of.name in (COMPILED, AT_REST) else None,
     )  # fmt: skip
     return lambda: step(inputs).loss
 
@@ -222,7 +225,7 @@ def train(model: nn.Module, args: tuple[()], kwargs: Inputs, **variant: Any) -> 
     return _repeated(micro_batch(model, kwargs, of, {"dynamic": False}, "cuda"), of.window)
 
 
-def on_gpu(name: str, layers: int | None = None) -> dict[str, Breakdown]:
+def on_gpu(name: str, layers: int | None = None, variants: Sequence[str] = (*GPU_VARIANTS,)) -> dict[str, Breakdown]:
     """Count the steps of a model on a GPU, whether there is one or not, in each variant."""
     here = "reports/compiled_step.py"
     return {
@@ -231,7 +234,7 @@ def on_gpu(name: str, layers: int | None = None) -> dict[str, Breakdown]:
             build_options={"name": name, "layers": layers, "low": of.name == ALL_LOW},
             run_options=asdict(of), folder=HERE.parent,
         )
-        for shown, of in tqdm(GPU_VARIANTS.items(), desc=name)
+        for shown, of in tqdm([(each, GPU_VARIANTS[each]) for each in variants], desc=name)
     }  # fmt: skip
 
 
@@ -241,7 +244,7 @@ def measure(
     """Count every variant, and time whole windows of them in turn unless `rounds` is 0."""
     torch.compiler.reset()  # or what another measurement compiled would be used again, and nothing recorded
     steps, rows = {}, []
-    for name, step in tqdm(variants(size, window, options), desc="compile", total=3 + len(POLICIES)):
+    for name, step in tqdm(variants(size, window, options), desc="compile", total=3 + len(OF_CPU)):
         rows.append(Row(name, count(step, window)))
         steps[name] = _repeated(step, window)
     if not rounds:
@@ -385,10 +388,15 @@ def to_markdown(found: dict[str, Any]) -> str:
     for name, of in (models or {}).items():
         rows = msgspec.convert(of["rows"], dict[str, Breakdown])
         text += (
-            f"\n### {name}, {MODELS[name].shown(BATCHES[name])}\n\nCounted at commit {of['commit']}, with torch "
-            f"{of['torch']}.\n{beside_measured(name, rows[AUTOCAST])}\n{table_of_gpu(rows)}\n"
+            f"\n### {name}, {MODELS[name].shown(BATCHES[name])}\n\nCounted at commit {of['commit']}{_apart(of)}, with "
+            f"torch {of['torch']}.\n{beside_measured(name, rows[AUTOCAST])}\n{table_of_gpu(rows)}\n"
         )
     return text
+
+
+def _apart(of: Mapping[str, Any]) -> str:
+    """Return which variants were counted apart from the others, and when."""
+    return "".join(f", {variant!r} at {commit}" for variant, commit in of.get("apart", {}).items())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -397,6 +405,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="of times on this CPU")
     parser.add_argument("--windows", type=int, nargs="*", default=WINDOWS, choices=WINDOWS, help="on this CPU")
     parser.add_argument("--models", nargs="*", default=[*BATCHES], choices=[*BATCHES], help="on a GPU")
+    parser.add_argument("--variants", nargs="*", default=[*GPU_VARIANTS], choices=[*GPU_VARIANTS], help="on a GPU")
     parser.add_argument("--size", type=int, nargs=4, default=SIZE, metavar=("WIDTH", "LAYERS", "BATCH", "TOKENS"))
     parser.add_argument("-o", "--folder", type=Path, default=HERE)
     args, began = parser.parse_args(arguments), made()
@@ -417,8 +426,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         }  # fmt: skip
     text = write(args.folder, "compiled_step", found, to_markdown(found)) if measured else ""
     for name in args.models:  # written after each, so that a later one that fails loses nothing
-        rows = {variant: asdict(counts) for variant, counts in on_gpu(name).items()}
-        found.setdefault("gpu", {})[name] = {"commit": began["commit"], "torch": torch.__version__, "rows": rows}
+        new = {variant: asdict(counts) for variant, counts in on_gpu(name, variants=args.variants).items()}
+        known = found.setdefault("gpu", {}).setdefault(name, {"rows": {}, "apart": {}})
+        rows = known["rows"] | new
+        if new.keys() == rows.keys():
+            known |= {"commit": began["commit"], "torch": torch.__version__, "apart": {}}
+        else:
+            known["apart"] = known.get("apart", {}) | dict.fromkeys(new, began["commit"])
+        known["rows"] = {variant: rows[variant] for variant in GPU_VARIANTS if variant in rows}
         text = write(args.folder, "compiled_step", found, to_markdown(found))
     print(text)
 

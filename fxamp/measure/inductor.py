@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, TypeAlias
 
@@ -32,6 +32,7 @@ LAUNCHES = {"_scaled_dot_product_flash_attention_backward": 3, "_flash_attention
 # What a kernel that only casts consists of, in Inductor's loop bodies.
 _CAST_OPS = {"ops", "load", "store", "to_dtype", "constant", "index_expr", "get_index", "output", "placeholder"}
 _PREFIX = "fxamp counts "
+STORED = "fxamp_stored"  # in `meta` of a node: what `Graph.stored` says of it
 
 
 @dataclass(frozen=True)
@@ -70,11 +71,13 @@ class Graph:
         kind: "forward" and "backward" of a graph that is differentiated, else "inference".
         counts: What Inductor made of it.
         inputs: How many bytes of its inputs `counts.peak` includes: those that it can free while it runs.
+        stored: What its nodes say that they store, in order.
     """
 
     kind: Kind
     counts: Counts
     inputs: int = 0
+    stored: tuple[Mapping[str, str], ...] = ()
 
 
 _Pass: Any = getattr(
@@ -130,7 +133,7 @@ def recorded_since(mark: Counter[str]) -> list[Graph]:
 
 def _parse(key: str) -> Graph:
     data = json.loads(key.removeprefix(_PREFIX))
-    return Graph(data["kind"], Counts(**data["counts"]), data["inputs"])
+    return Graph(data["kind"], Counts(**data["counts"]), data["inputs"], tuple(data["stored"]))
 
 
 def read_graph(graph: Any, code: str) -> Graph:
@@ -147,7 +150,8 @@ def read_graph(graph: Any, code: str) -> Graph:
         saved_bytes=saved,
         peak=memory.peak,
     )
-    return Graph(kind, counts, memory.start)
+    stored = (node.meta[STORED] for node in graph.module.graph.nodes if STORED in node.meta)
+    return Graph(kind, counts, memory.start, tuple(stored))
 
 
 def _runs(node: Any) -> bool:

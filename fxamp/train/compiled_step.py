@@ -22,6 +22,7 @@ from torch.fx import GraphModule, Node
 
 from passes._torch import pytree
 from passes.contract.errors import PolicyError
+from passes.contract.policy import Level
 from passes.graph.notes import is_inserted
 from passes.graph.values import LOW_DTYPES, dtypes_of, no_autocast
 
@@ -35,6 +36,7 @@ from ..view.leaves import Leaves
 from ..view.runner import Runner
 from ..view.traced import convert_views, traced
 from ..view.view import is_view, runner_of
+from .at_rest import Stored, is_o2, options_for, why_not
 from .compiled_update import Compiled, CompiledUpdate
 from .compiler import CompileSettings, Counted, Region
 from .weights import WeightCasts
@@ -83,7 +85,7 @@ class CompiledStep:
         self, settings: CompileSettings, model: nn.Module, weights: WeightCasts, output: Output | None = None,
         update: Compiled | None = None,
     ) -> None:  # fmt: skip
-        self.settings, self.output, self.leaves = settings, output, Leaves()
+        self.settings, self.output, self.leaves, self.not_at_rest = settings, output, Leaves(), ""
         self._model, self._weights = model, weights
         function = _loss if output is None else _loss_and_output
         self.loss = Region("model and loss", function, settings, self._compile)
@@ -119,6 +121,14 @@ class CompiledStep:
             return None
         loss, update = self.loss.kernels.counts, self.update.region.kernels.counts
         return None if loss is None or update is None else loss + update
+
+    @property
+    def stored(self) -> tuple[Stored, ...]:
+        """What the graphs of the last micro-batch store in 16 bits where O1's store FP32, in the order of backward.
+
+        That is how a compiled step follows O2; `not_at_rest` says why it follows the plan of an eager O2 instead.
+        """
+        return tuple(Stored(**each) for each in self.loss.kernels.stored)
 
     @property
     def regions(self) -> tuple[Counted, ...]:
@@ -181,13 +191,18 @@ class CompiledStep:
 
     def _compile(self, gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """Convert the views in a graph, lift casts of weights out of it, and compile it."""
-        backend = self.settings.run()
         if not self._inlined:
             _detach_outputs(gm, as_computed=False)
-            plain: Callable[..., Any] = backend(gm, inputs)
+            plain: Callable[..., Any] = self.settings.run()(gm, inputs)
             return plain
         eager = self.settings.backend == "eager"
-        parts = convert_views(gm, inputs, self._inlined, self._graphs, eager=eager)
+        settings, level = self.settings, None  # of the views' own policies
+        if any(map(is_o2, self._inlined)):
+            self.not_at_rest = why_not(self._inlined, settings)
+            if not self.not_at_rest:
+                more = options_for(self._inlined)
+                settings, level = replace(settings, options={**settings.options, **more}), Level.O1
+        parts = convert_views(gm, inputs, self._inlined, self._graphs, eager=eager, level=level)
         _detach_outputs(gm, as_computed=self.output == "low")
         lifted, examples = list[Lifted](), list(inputs)
         if self._weights.is_open or not self.leaves.reason:
@@ -197,10 +212,10 @@ class CompiledStep:
         inner = self.settings.backend
         by = inner if isinstance(inner, str) else self.settings.name
         with no_autocast():
-            made: Callable[..., Any] = backend(gm, examples)
+            made: Callable[..., Any] = settings.run()(gm, examples)
 
         def again(options: dict[str, Any], given: list[Any]) -> Callable[..., Any]:
-            more = replace(self.settings, options={**self.settings.options, **options})
+            more = replace(settings, options={**settings.options, **options})
             compiled: Callable[..., Any] = more.run()(copied(emitted), given)
             return compiled
 

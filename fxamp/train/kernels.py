@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # it imports Inductor, which takes seconds
@@ -47,6 +47,12 @@ class Kernels:
         if any(not records or _lacks_backward(records) for records in self.ran):
             return None
         return sum((graph.counts for records in self.ran for graph in records), Counts())
+
+    @property
+    def stored(self) -> list[Mapping[str, str]]:
+        """What the backward graphs of the last call read that was stored as no dtype of theirs says."""
+        graphs = (graph for records in self.ran for graph in records if graph.kind == "backward")
+        return [each for graph in graphs for each in graph.stored]
 
     def _set_mark(self) -> None:
         if self._records:

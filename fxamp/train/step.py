@@ -138,7 +138,8 @@ class TrainStep:
             "fxamp" converts the model, which must not be converted yet. With `{"mode": "reduce-overhead"}` on CUDA,
             gradients are zeroed in place after a window, since Inductor's CUDA graphs have recorded their addresses,
             and one that a window does not compute is zero, not None. `compiled` counts graphs, breaks, recompiles and
-            uncompiled functions, and `compiled.counts` kernels, casts among them, and bytes.
+            uncompiled functions, and `compiled.counts` kernels, casts among them, and bytes. O2 in BF16 is, compiled by
+            Inductor, O1 whose saved values and gradients are stored in 16 bits: `compiled.stored` lists these.
         output: What a compiled step keeps of the model's output, detached: None for nothing; "low" for what was
             computed, in 16 bits where it was; "full" for the dtypes of the model itself. What is kept is stored, which
             large logits are worth only where something reads them. Uncompiled, `result.output` has the output.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
 
 from passes._torch import enter_autocast, exit_autocast
+from passes.contract.policy import Level
 from passes.graph.values import LOW_DTYPES, dtypes_of, no_autocast
 from passes.ops.ops import NOTE
 
@@ -51,22 +53,24 @@ def in_original_dtype(value: Tensor) -> Tensor:
 
 
 def convert_views(
-    gm: GraphModule, inputs: Sequence[Any], runners: Sequence[Runner], made: list[Graph], *, eager: bool
-) -> list[Part]:
+    gm: GraphModule, inputs: Sequence[Any], runners: Sequence[Runner], made: list[Graph], *, eager: bool,
+    level: Level | None = None,
+) -> list[Part]:  # fmt: skip
     """Convert the regions of views in a graph from Dynamo, in place; return which of the nodes are of which plan.
 
     A view that has no graph yet keeps this one, and it is added to those `made` in earlier calls. In a graph that runs
-    as it is, `eager`, casts may share a storage.
+    as it is, `eager`, casts may share a storage. With a `level` the policies of views are followed at that one.
     """
     if eager:
         recompute_as_written(gm)
     places = [n for n in gm.graph.nodes if n.op == "placeholder"]
     given = dict(zip(places, inputs, strict=False))
     entered = _marked(gm.graph)
-    parts = [_Region(gm, enter, given, runners).convert(made, eager) for enter in entered]
+    parts = [_Region(gm, enter, given, runners).convert(made, eager, level) for enter in entered]
     if not entered and torch.is_autocast_enabled(runners[0].graphs.device) and not torch.is_autocast_cache_enabled():
         runner = _runner_of(runners, inputs)  # after a break inside the region of a view
-        parts = [Part(_convert(gm, inputs, runner, made, eager), runner, {n.name: n.name for n in gm.graph.nodes})]
+        names = {n.name: n.name for n in gm.graph.nodes}
+        parts = [Part(_convert(gm, inputs, runner, made, eager, level), runner, names)]
     gm.recompile()
     return parts
 
@@ -82,8 +86,10 @@ def _marked(graph: FxGraph) -> list[Node]:
     return found
 
 
-def _convert(gm: GraphModule, inputs: Sequence[Any], runner: Runner, made: list[Graph], eager: bool) -> Graph:
-    graph = _rewritten(runner, gm, list(inputs))
+def _convert(
+    gm: GraphModule, inputs: Sequence[Any], runner: Runner, made: list[Graph], eager: bool, level: Level | None
+) -> Graph:
+    graph = _rewritten(runner, gm, list(inputs), level)
     if not eager:
         leave_sharing_to_the_compiler(gm)
     own = any(known.state == graph.state for known in runner.graphs if not any(known is m for m in made))
@@ -116,10 +122,10 @@ class _Region:
         self.examples = [given.get(n, n.meta.get("example_value")) for n in self.inputs]
         self.runner = _runner_of(runners, self.examples)
 
-    def convert(self, made: list[Graph], eager: bool) -> Part:
+    def convert(self, made: list[Graph], eager: bool, level: Level | None) -> Part:
         """Convert it in a graph of its own, and put that in its place."""
         part = self._cut_out()
-        graph = _convert(part, self.examples, self.runner, made, eager)
+        graph = _convert(part, self.examples, self.runner, made, eager, level)
         return Part(graph, self.runner, self._put_in_place(part))
 
     def _cut_out(self) -> GraphModule:
@@ -158,13 +164,15 @@ class _Region:
         return {env[n].name: n.name for n in part.graph.nodes if n.op.startswith("call")}
 
 
-def _rewritten(runner: Runner, part: GraphModule, examples: list[Any]) -> Graph:
+def _rewritten(runner: Runner, part: GraphModule, examples: list[Any], level: Level | None) -> Graph:
     """Convert a graph, with the model of a view for the one that is called: whoever asks finds this frame."""
     outer = begin(Call(runner.model, (), {}, _CODE))
     try:
         # A region in the graph is the view's. Without one a break lies in the region, which is on round the graph.
         with no_autocast() if _marked(part.graph) else contextlib.nullcontext():
-            return rewrite(part, examples, runner.graphs.policy, runs_on=runner.graphs.device)
+            policy = runner.graphs.policy
+            policy = policy if level is None else replace(policy, level=level)
+            return rewrite(part, examples, policy, runs_on=runner.graphs.device)
     finally:
         begin(outer)
 
