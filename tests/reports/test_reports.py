@@ -392,11 +392,15 @@ def test_the_readme_says_what_a_compiled_step_moves_as_the_report_does() -> None
             found.append(f"{ours / theirs:.2f}")
         return tuple(found)
 
-    assert f"steps have {' and '.join(shares('kernels', 'fxamp O1'))} of the kernels" in readme
-    fused, compiled = (" and ".join(shares("moved_bytes", f"fxamp O1{how}")) for how in ("", ", compiled update"))
-    assert f"they move {fused} of autocast's bytes with torch's fused AdamW" in readme
-    assert f'`update="compiled"` makes {compiled} (' in readme
-    assert "graphs of compiled BERT-base and GPT-2 cast nothing" in readme
+    assert f"and run {' and '.join(shares('kernels', 'fxamp O1'))} of the kernels" in readme
+    fused, compiled, at_rest = (
+        " and ".join(shares("moved_bytes", variant))
+        for variant in ("fxamp O1", "fxamp O1, compiled update", "fxamp O2, compiled update")
+    )
+    assert f"with torch's fused AdamW they move {fused} of autocast's bytes" in readme
+    assert f'`update="compiled"` makes it {compiled}, and O2,' in readme
+    assert f"later kernels read, {at_rest} (" in readme
+    assert "Compiled BERT-base and GPT-2 cast nothing" in readme
     for model in ("BERT-base", "GPT-2"):
         rows = models[model]["rows"]["fxamp O1"]
         assert rows["forward"]["cast_kernels"] == rows["backward"]["cast_kernels"] == 0
