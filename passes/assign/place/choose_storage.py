@@ -21,11 +21,11 @@ import torch
 from networkx import NetworkXUnbounded
 from torch.fx import Node
 
-from ...contract.costs import Candidate, CostModel, Net, PricedNet, Read, Run, priced
+from ...contract.costs import Candidate, CostModel, Net, Read, Run, priced
 from ...contract.errors import PlanError, VerificationError
 from ...contract.plan import Plan
 from ...contract.plan_format import REMEDY
-from ...contract.policy import Level, dtype_name
+from ...contract.policy import dtype_name
 from ...contract.reasons import CAST, Code
 from ...form import Cast, Choice, Colours, Position, Replace, SetDtype
 from ...graph.aliases import mutated_operands
@@ -38,13 +38,8 @@ from ...ops.rules import FOLLOW, FP32, LOW, PROMOTE, row_of
 from ..colour.extremes import is_scalar
 from ..colour.kernels import operand_casts
 from ..colour.simulate import Simulation
-from .costs import ByteCosts
 from .cut import Problem, Side, Variable, solve
 from .free import free_nodes
-
-# A placement that casts more often than autocast has to pay at a batch so many times smaller, of which a launch weighs
-# so many times more: a dynamic dimension counts as 1,024.
-FEWER = 32
 
 
 def choose_storage(
@@ -59,13 +54,9 @@ def choose_storage(
     problem = unpriced_problem(uses)
     if plan is not None:
         return *_placed(_planned(problem, plan, uses), uses, costs), {}
-    timings, casts = price(problem, uses, costs)
+    timings = price(problem, uses, costs)
     try:
-        low_side = solve(problem)
-        if simulation.policy.level is Level.O2 and isinstance(costs, ByteCosts) and _casts_more(casts, low_side, uses):
-            dearer = [net.times((FEWER - 1) * costs.launch) for net in casts]
-            low_side = solve(replace(problem, nets=[*problem.nets, *dearer]))
-        return *_placed(low_side, uses, costs), timings
+        return *_placed(solve(problem), uses, costs), timings
     except NetworkXUnbounded as e:
         raise VerificationError(
             "dtypes of values in this graph have conflicting constraints. This is a bug in fxamp; please report it."
@@ -228,18 +219,8 @@ def _imply(problem: Problem, node: Node, uses: Uses) -> None:
             problem.implies.append((node, Side.FP32))
 
 
-def _casts_more(casts: Sequence[PricedNet], low_side: set[Variable], uses: Uses) -> bool:
-    """Say whether a placement casts more often than that in which each free value is low where it is under autocast."""
-    autocasts = {n for n in uses.free if first_float(uses.simulation.under_autocast(n)) == uses.simulation.low}
-    counted = Problem(nets=[*casts])
-    return counted.cost(low_side) > counted.cost(autocasts)
-
-
-def price(problem: Problem, uses: Uses, costs: CostModel) -> tuple[Mapping[str, int], list[PricedNet]]:
-    """Fill in what free nodes and nets cost, least where the fewest results are rounded.
-
-    Return what was measured, and the nets at a price of one a cast, in the unit of the problem.
-    """
+def price(problem: Problem, uses: Uses, costs: CostModel) -> Mapping[str, int]:
+    """Fill in what free nodes and nets cost, least where the fewest results are rounded; return what was measured."""
     low, returned, modes = uses.simulation.low, _returned(uses), grad_modes(uses.simulation.graph)
 
     def run(node: Node, dtype: torch.dtype) -> Run:
@@ -258,14 +239,12 @@ def price(problem: Problem, uses: Uses, costs: CostModel) -> tuple[Mapping[str, 
     scaled = prices.times(len(nodes) + 1)  # one unit of cost weighs more than the roundings of all nodes together
     for node, (in_low, in_fp32) in zip(nodes, scaled.nodes, strict=True):
         problem.add(node.node, in_low + node.rounds, in_fp32)
-
-    def placed(net: PricedNet) -> PricedNet:
-        value: Any = net.value
-        at = Side.FP32 if net.wide else uses.variable(value)
-        return replace(net, value=at, readers=tuple(sides[value, reader] for reader in net.readers))
-
-    problem.nets += map(placed, scaled.nets)
-    return prices.timings, [placed(net.at(1, 1).times(len(nodes) + 1)) for net in nets]
+    for priced_net in scaled.nets:
+        value: Any = priced_net.value
+        readers = tuple(sides[value, reader] for reader in priced_net.readers)
+        at = Side.FP32 if priced_net.wide else uses.variable(value)
+        problem.nets.append(replace(priced_net, value=at, readers=readers))
+    return prices.timings
 
 
 def _rounds(node: Node) -> bool:

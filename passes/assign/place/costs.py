@@ -33,11 +33,6 @@ class ByteCosts:
     device: str
     objective = "moves the fewest bytes"
 
-    @property
-    def launch(self) -> int:
-        """How many bytes move in the time of one launch."""
-        return DEVICES[self.device].launch
-
     def price(self, nodes: Sequence[Candidate], nets: Sequence[Net]) -> Prices:
         """Price ops and casts by the bytes that they read and write."""
         both = [tuple(self.run(run, n.grad) for run in (n.low, n.fp32)) for n in nodes]
@@ -47,7 +42,7 @@ class ByteCosts:
 
     def cast(self, value: Node) -> int:
         """Return the bytes of one cast of a value, or of its gradient: it reads and writes."""
-        return self.launch + 6 * numel(value.meta.get("val"))
+        return DEVICES[self.device].launch + 6 * numel(value.meta.get("val"))
 
     def run(self, run: Run, grad: frozenset[Node]) -> int:
         """Return the bytes of an op; a view moves nothing, a cast is no op."""
