@@ -6,7 +6,6 @@ they are:
     no_op           to(x: bf16, bf16)                  ->  x
     round_trip      to(to(x: bf16, f32), bf16)         ->  x          (widening and back; never narrowing and back)
     read            a = to(x: bf16, f32); to(to(a, bf16), f32)  ->  a    (an output that is read)
-                    a = to(x: bf16, f32); to(a, bf16)  ->  again(a, bf16, x)
     share           a = to(x, bf16); b = to(x, bf16)   ->  b = a      (no write in between; one grad mode, or a weight)
     author          to(to(x: f32, bf16), bf16)         ->  to(x, bf16)   (the second one is the author's)
     promote         add(to(x: bf16, f32), y: f32)      ->  add(x, y)  (the kernel promotes)
@@ -59,7 +58,7 @@ class EliminateCasts:
         return {
             "no_op": _no_op(graph, assignment),
             "round_trip": _round_trip(graph, assignment),
-            "read": _read(graph, assignment, self.share),
+            "read": _read(graph, self.share),
             "share": _share(graph, assignment, self.share),
             "author": _author(graph),
             "promote": _promote(graph, assignment),
@@ -91,25 +90,16 @@ def _round_trip(graph: Graph, assignment: Assignment) -> int:
     return edits
 
 
-def _read(graph: Graph, assignment: Assignment, mode: str) -> int:
-    """Let what reads an output in FP32 read what is handed out, where the gradients of readers may be summed so.
-
-    What reads it low reads the storage of the low value, as a node of autograd behind what is handed out.
-    """
-    grad, edits, aliases = requires_grad(graph), 0, functools.cache(lambda: Aliases(graph))
+def _read(graph: Graph, mode: str) -> int:
+    """Let what reads an output in FP32 read what is handed out, where the gradients of readers may be summed so."""
+    grad, edits = requires_grad(graph), 0
     for back in [n for n in graph.nodes if note_of(n).made_by == READ_OUTPUT]:
         wide: Any = back.args[0]
         casts = [c for c in back.users if is_inserted(c) and c.args[1] == torch.float32]
         for cast in (c for c in casts if shares_cast(mode, back, c, False, grad)):
             edits += _replace(graph, cast, wide)
-        value: Any = wide.args[0] if is_inserted(wide) else wide
         if not back.users:
             graph.erase_node(back)
-        elif assignment.dtypes.get(value) == back.args[1] and not (
-            aliases().is_mutated(value) or aliases().is_mutated(back)
-        ):
-            back.target, back.args = again, (*back.args, value)
-            edits += 1
     return edits
 
 
