@@ -357,7 +357,7 @@ def test_reduce_on_plateau_is_refused_with_the_way_out() -> None:
 def test_trainable_low_parameters_are_named_up_to_three() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).half(), nn.Linear(4, 1).bfloat16())
     with pytest.raises(
-        PolicyError, match=r"'1.weight' \(float16\), '1.bias' \(float16\), '2.weight' \(bfloat16\)\. Up"
+        PolicyError, match=r"'1.weight' \(float16\), '1.bias' \(float16\), '2.weight' \(bfloat16\) and 1 more\. Up"
     ):
         TrainStep(model, None, SGD(model.parameters(), lr=0.1))
     model.requires_grad_(False)

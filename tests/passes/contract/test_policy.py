@@ -149,7 +149,7 @@ def test_bad_module_overrides_are_refused(overrides: object, message: str) -> No
 
 
 def test_of_refuses_another_type() -> None:
-    with pytest.raises(PolicyError, match="not dtype"):
+    with pytest.raises(PolicyError, match=r"such as \"O1,dtype=bf16\", .*, not torch.float16 \(dtype\)"):
         Policy.of(torch.float16)  # type: ignore[arg-type]
 
 

@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[3]
 TORCHS = {
     "val",
     "nn_module_stack",
+    "fwd_nn_module_stack",
     "stack_trace",
     "example_value",
     "grapharg",

@@ -33,6 +33,7 @@ SPACES = {"torch": torch, "F": F, "nn": nn, "operator": operator, "aten": torch.
 # File and ops of a collection that is not knowledge of ops: why.
 _KERNELS = "functions that compute as a kernel of the op does"
 _CHOICE = "which of them an argument of the op, and so of the site, is looked up for"
+_INDUCTOR = "how Inductor lowers an op of its own decomposed graph, which no rule of precision asks"
 ALLOWED: dict[tuple[str, frozenset[str]], str] = {
     (
         "fxamp/observe/emulation.py",
@@ -40,6 +41,19 @@ ALLOWED: dict[tuple[str, frozenset[str]], str] = {
     ): _KERNELS,
     ("fxamp/observe/emulation.py", frozenset({"topk", "argmax"})): _CHOICE,
     ("fxamp/observe/emulation.py", frozenset({"sum", "log"})): "parts of a kernel, as the function for it names them",
+    (
+        "fxamp/train/at_rest.py",
+        frozenset(
+            {
+                "alias", "clone", "expand", "full", "getitem", "permute", "reshape", "select", "slice", "squeeze",
+                "unsqueeze", "view",
+            }  # fmt: skip
+        ),
+    ): _INDUCTOR,
+    (
+        "fxamp/train/at_rest.py",
+        frozenset(["cat", "embedding", "index", "index_put", "scatter", "scatter_add"]),
+    ): _INDUCTOR,
 }  # fmt: skip
 
 
