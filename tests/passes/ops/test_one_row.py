@@ -45,16 +45,26 @@ ALLOWED: dict[tuple[str, frozenset[str]], str] = {
         "fxamp/train/at_rest.py",
         frozenset(
             {
-                "alias", "clone", "expand", "full", "getitem", "permute", "reshape", "select", "slice", "squeeze",
-                "unsqueeze", "view",
-            }  # fmt: skip
+                "alias",
+                "clone",
+                "expand",
+                "full",
+                "getitem",
+                "permute",
+                "reshape",
+                "select",
+                "slice",
+                "squeeze",
+                "unsqueeze",
+                "view",
+            }
         ),
     ): _INDUCTOR,
     (
         "fxamp/train/at_rest.py",
         frozenset(["cat", "embedding", "index", "index_put", "scatter", "scatter_add"]),
     ): _INDUCTOR,
-}  # fmt: skip
+}
 
 
 def op_named(word: str) -> str:
