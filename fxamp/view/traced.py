@@ -69,8 +69,8 @@ def convert_views(
     parts = [_Region(gm, enter, given, runners).convert(made, eager, level) for enter in entered]
     if not entered and torch.is_autocast_enabled(runners[0].graphs.device) and not torch.is_autocast_cache_enabled():
         runner = _runner_of(runners, inputs)  # after a break inside the region of a view
-        names = {n.name: n.name for n in gm.graph.nodes}
-        parts = [Part(_convert(gm, inputs, runner, made, eager, level), runner, names)]
+        graph = _convert(gm, inputs, runner, made, eager, level)
+        parts = [Part(graph, runner, {n.name: n.name for n in gm.graph.nodes})]  # casts among them
     gm.recompile()
     return parts
 
