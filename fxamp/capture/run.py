@@ -83,7 +83,8 @@ class GraphCall:
         low = (i for i in graph.places if low_parameters([("", inputs[i])]))
         self._low = [i for i in low if graph.inputs[i].path not in lowered]
         self._underflow = UnderflowWatch(graph.plan)
-        self._regions = bool(graph.emitted.graph.find_nodes(op="call_function", target=enter_autocast))
+        entered = graph.emitted.graph.find_nodes(op="call_function", target=enter_autocast)
+        self._regions = bool(entered) and not graph.plan.policy.level.rounds
         crosses = _read_inputs(graph, inputs), graph.read, tuple(graph.own.items())
         self._crossing = crosses if any(crosses) else None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -20,6 +21,10 @@ from .tensors import kept, reached
 
 MEAN = "the loss was the mean of the float outputs: no loss was given, and the output has none"
 _NO_LSTM = "could not create a primitive descriptor for the LSTM"  # oneDNN's words
+# Torch's words where an op refuses its operands for their devices or dtypes.
+_MISFIT = re.compile(
+    r"expected (device|scalar type|all tensors to be on the same device)|same d?type|type .* should be", re.I
+)
 Loss = Callable[..., Any] | None
 
 
@@ -66,14 +71,14 @@ def output_of(model: nn.Module, inputs: Any) -> Any:
 
     Raises:
         PolicyError: the inputs are of another kind.
-        CaptureError: the model raises an error, and an input is on another device than its parameters, or float64.
+        CaptureError: an op refuses its operands' devices or dtypes, and an input has not those of the parameters.
         NoKernelError: an LSTM of the model cannot run in a low dtype on this CPU.
     """
     try:
         args, kwargs = _as_call(inputs)
         return model(*args, **kwargs)
-    except (RuntimeError, TypeError) as error:
-        if said := misplaced(model, *_as_call(inputs)):
+    except RuntimeError as error:
+        if _MISFIT.search(str(error)) and (said := misplaced(model, *_as_call(inputs))):
             raise CaptureError(f"{type(model).__name__} rejects its inputs: {said} ({in_short(error)})") from error
         layers = [path for path, module in model.named_modules() if isinstance(module, nn.LSTM)]
         if _NO_LSTM not in str(error) or not layers:

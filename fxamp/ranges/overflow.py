@@ -82,7 +82,8 @@ class Overflow(Result):
         scale: The loss scale.
         fp32: The keys of the nodes to run in FP32, so that all values and gradients are finite; () if no colouring
             cures it.
-        policy: The policy with these nodes in FP32, for `fxamp.convert` or `TrainStep.switch`; None without a cure.
+        policy: The policy with these nodes in FP32, for `fxamp.convert` or `TrainStep.switch`; None without a cure. Of
+            a model that nobody converted it is that of a view at O1, in the low dtype that ran.
         largest_scale: The largest loss scale, a power of 2, at which gradients fit as it is; 0 if there is none.
         why: Why nothing cures it; "" where something does.
         what: What is cast, for a cast: the name of a parameter, or the op that made the value; else "".
@@ -176,9 +177,9 @@ def find_overflow(
     scale, low = step.loss_scale(scale), False
     for batch in step.batches:
         watch = _run(step, batch, scale)
-        if (found := _found(step, batch, scale, watch)) is not None:
+        if (found := _overflow(step, batch, scale, watch)) is not None:
             return found if found.why or watch.graphs else _cured_by_a_view(found, step, batch, watch)
-        low = low or watch.low or bool(watch.graphs)
+        low = low or watch.low is not None or bool(watch.graphs)
     if not low:
         warnings.warn(f"nothing of the step ran in 16 bits: {NO_REGION}", stacklevel=2)
     return None
@@ -186,10 +187,10 @@ def find_overflow(
 
 def overflow_of(step: Step, batch: Batch, scale: float) -> Overflow | None:
     """Run one batch with a loss scale; return the overflow, None if there is none. Its cure takes more runs."""
-    return _found(step, batch, scale, _run(step, batch, scale))
+    return _overflow(step, batch, scale, _run(step, batch, scale))
 
 
-def _found(step: Step, batch: Batch, scale: float, watch: _Finite) -> Overflow | None:
+def _overflow(step: Step, batch: Batch, scale: float, watch: _Finite) -> Overflow | None:
     first = watch.culprit()
     if first is None:
         return None
@@ -248,7 +249,7 @@ class _Finite(Watch):
         super().__init__(model, _run.__code__)
         self.forced, self.heals = dict.fromkeys(forced), heals  # the nodes whose value did not fit are added
         self.peaks: dict[_At, float] = {}  # the largest gradient that each node makes
-        self.low = False  # an op has made a 16-bit value
+        self.low: torch.dtype | None = None  # of the first 16-bit value that an op has made
         self._origins: list[_Origin] = []
         self._bad: dict[int, _Origin | None] = {}  # by storage; None: the program wrote an inf
         self._ends: list[Tensor] = []
@@ -371,7 +372,8 @@ class _Finite(Watch):
         for t in {id(t): t for t in (*made, *written)}.values() if written else made:
             if not t.is_floating_point() and not t.is_complex():
                 continue
-            self.low = self.low or t.dtype in LOW_DTYPES
+            if self.low is None and t.dtype in LOW_DTYPES:
+                self.low = t.dtype
             kind = _kind(held := _range(t))
             if kind:
                 self._trace(place or self._here(), func, t, held, (args, named), before)
@@ -545,17 +547,16 @@ def _cured_by_a_view(found: Overflow, step: Step, batch: Batch, watch: _Finite) 
     """Return an overflow of a model that nobody converted with what cures it in a view at O1."""
     if step.train_step is not None:
         return replace(found, why="the model of the TrainStep is not converted")
-    if not watch.low:
+    if watch.low is None:
         return replace(found, why="it ran in FP32, and no precision is higher here")
-    device = next((p.device.type for p in step.model.parameters()), "cpu")
-    low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float16
+    policy = Policy("O1", dtype=watch.low)
     try:
-        view = step.under(Policy("O1", dtype=low))
+        view = step.under(policy)
         cure = overflow_of(view, batch, found.scale)
     except FxampError as error:
         return replace(found, why=f"the model cannot be converted: {error}")
     if cure is None:
-        return replace(found, policy=Policy("O1", dtype=low))
+        return replace(found, policy=policy)
     return replace(found, fp32=cure.fp32, policy=cure.policy, largest_scale=cure.largest_scale, why=cure.why)
 
 

@@ -120,12 +120,12 @@ class CompiledUpdate:
 
     def _eagerly(self, end: AtEnd) -> Update:
         """Move gradients to the weights and step; where nothing changes them, they are looked at in 16 bits before."""
-        looked, changed = None, end.max_grad_norm is not None or end.on_gradients is not None
+        flags, changed = None, end.max_grad_norm is not None or end.on_gradients is not None
         if end.check_finite and not (changed or end.scaler.is_enabled() or end.ranks.decide_apart):
             self._leaves.arrive(where_both=True)
-            looked = found_infs(end, [self._gradients(optimizer) for optimizer in end.optimizers])
+            flags = found_infs(end, [self._gradients(optimizer) for optimizer in end.optimizers])
         self._leaves.arrive()
-        return take_step(end, looked)
+        return take_step(end, flags)
 
     def _gradients(self, optimizer: Optimizer) -> list[Tensor]:
         params = parameters(optimizer)

@@ -42,7 +42,7 @@ class Update(NamedTuple):
     grad_norm: Tensor | None = None
 
 
-Found = list[bool | Tensor | None]  # for each optimizer whether it is held back, on the device or known here
+Flags = list[bool | Tensor | None]  # for each optimizer whether it is held back, on the device or known here
 
 
 class AtEnd(NamedTuple):
@@ -59,10 +59,10 @@ class AtEnd(NamedTuple):
     begins: Callable[[], object]  # called when nothing but the steps themselves is left to do
 
 
-def take_step(end: AtEnd, looked: Found | None = None) -> Update:
-    """Let optimizers step, and update the scale; `looked` is what `found_infs` gave, where it was called before."""
+def take_step(end: AtEnd, flags: Flags | None = None) -> Update:
+    """Let optimizers step, and update the scale; `flags` are what `found_infs` gave, where it was called before."""
     scaler, ranks, followed, grad_norm = end.scaler, end.ranks, end.followed, None
-    founds: Found = [end.nothing_kept] * len(end.optimizers)
+    founds: Flags = [end.nothing_kept] * len(end.optimizers)
     if end.max_grad_norm is not None or end.on_gradients is not None or ranks.decide_apart:
         for optimizer in end.optimizers:
             scaler.unscale_(optimizer)
@@ -80,7 +80,7 @@ def take_step(end: AtEnd, looked: Found | None = None) -> Update:
             founds = [_found_inf(end, grad_norm)] * len(founds)
         clip(live(end.optimizers), end.max_grad_norm, grad_norm)
     elif end.check_finite and not scaler.is_enabled():
-        founds = found_infs(end, [gradients([o]) for o in end.optimizers]) if looked is None else looked
+        founds = found_infs(end, [gradients([o]) for o in end.optimizers]) if flags is None else flags
     held_back: dict[Optimizer, HeldBack] = {}
     begun = [to_host(found) if followed and isinstance(found, Tensor) else found for found in founds]
     end.begins()
@@ -107,7 +107,7 @@ def _found_inf(end: AtEnd, norm: Tensor) -> bool | Tensor:
     return found if end.nothing_kept is None else torch.maximum(found, end.nothing_kept.to(found))
 
 
-def found_infs(end: AtEnd, tensors: Sequence[list[Tensor]]) -> Found:
+def found_infs(end: AtEnd, tensors: Sequence[list[Tensor]]) -> Flags:
     """Say for each optimizer whether gradients are not finite: on the device, or on a CPU, where a read is no wait."""
     founds = list(map(holds_inf_or_nan, tensors))
     end.ranks.agree(founds)

@@ -25,6 +25,17 @@ def test_an_input_that_does_not_fit_is_named(diagnostic: Any, inputs: Any, words
         diagnostic(LeNet5(), inputs, Y, loss=nn.functional.cross_entropy)
 
 
+@pytest.mark.parametrize("kind", [RuntimeError, TypeError, torch.OutOfMemoryError])
+def test_what_the_model_raises_itself_is_not_laid_on_an_input(kind: type[Exception]) -> None:
+    class Refusing(LeNet5):
+        def forward(self, x: Any, lengths: Any) -> Any:  # type: ignore[override]
+            raise kind("no room for lengths")
+
+    with pytest.raises(kind, match="no room for lengths") as raised:
+        fxamp.census(Refusing(), (X, torch.ones(4, dtype=torch.float64)))
+    assert type(raised.value) is kind
+
+
 @pytest.mark.parametrize("diagnostic", ALL)
 def test_a_loss_that_is_a_class_and_a_target_that_is_missing_are_named(diagnostic: Any) -> None:
     with pytest.raises(fxamp.PolicyError, match=r"loss=CrossEntropyLoss\(\)"):

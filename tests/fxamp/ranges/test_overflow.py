@@ -268,6 +268,24 @@ def test_a_model_that_nobody_converted_is_searched_too_and_a_view_that_cures_it_
         assert "no cure was found: the model itself is not finite in FP32" in str(found)
 
 
+def test_the_policy_of_a_cure_has_the_low_dtype_of_the_authors_own_region() -> None:
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 4)
+            nn.init.constant_(self.inner.weight, 1e-38)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.inner(x)
+
+    largest = torch.full_like(X, 3.4e38)  # rounds to infinity in BF16 alone
+    found = fxamp.find_overflow(Inside(), largest, loss=lambda output: output.float().mean())
+    assert found is not None
+    assert found.policy is not None
+    assert found.policy.dtype is torch.bfloat16
+
+
 def test_that_nothing_ran_in_16_bits_is_said_where_nothing_overflows() -> None:
     model = Net(scaled)
     with pytest.warns(UserWarning, match="nothing of the step ran in 16 bits: no torch.autocast region was entered"):
