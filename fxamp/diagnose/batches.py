@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from itertools import islice
 from typing import Any, overload
 
@@ -40,6 +40,8 @@ class Batches(Sequence[Batch]):
     def __init__(self, source: Iterable[Any], model: nn.Module, loss: Loss) -> None:
         self._source, self._loss, self._arity = source, loss, _arity(model)
         self._most = math.inf if isinstance(source, (Sequence, islice)) else MOST
+        # Whether there may be more than are taken.
+        self.cut = math.isfinite(self._most) and not (isinstance(source, Sized) and len(source) <= MOST)
         self._batches: list[Batch] = []
         self._left: Iterator[Any] | None = None
         self._stream: list[Any] | None = None
@@ -56,7 +58,7 @@ class Batches(Sequence[Batch]):
                 self._left = iter(self._source) if self._left is None else self._left
                 self._batches.append(_split(next(self._left), *self._arity, self._loss))
             except StopIteration:
-                self._most = len(self._batches)
+                self._most, self.cut = len(self._batches), False
             finally:
                 self._stream = [random_state(), *(g.get_state() for g in generators)]
                 _set_streams(generators, before)

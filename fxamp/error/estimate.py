@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from passes.contract.errors import PolicyError
+from passes.contract.policy import dtype_name
 
 from ..diagnose.batches import Batch
 from ..diagnose.step import POLICIES, Outcome, Step, diagnostic, step_of
@@ -83,7 +84,8 @@ def estimated(step: Step, names: Sequence[str], *, gradients: bool | str = True)
     dead = tuple(sorted(made.norms.keys() - set(living(made.norms))))
     return ErrorReport(
         type(step.author).__name__, False, "", len(made.losses), mean, 2.0**-24 * abs(mean), dead,
-        tuple(errors.values()), (PREDICTED, *step.notes, *degenerate(made.norms), *_unseen(step)),
+        tuple(errors.values()),
+        (PREDICTED, *step.notes, *made.beyond(), *degenerate(made.norms), *_unseen(step)),
     )  # fmt: skip
 
 
@@ -133,6 +135,18 @@ class _Estimate:
             name, self.norms, loss=square**0.5, increase=sum(increases) / count if increases else None, nodes=nodes,
             flips=flips, swamped=swamped,
         )  # fmt: skip
+
+    def beyond(self) -> tuple[str, ...]:
+        """Return a note on each policy whose low dtype does not hold values that move the loss."""
+        notes = []
+        for name in self._tallies:
+            if keys := dict.fromkeys(m.site.key for m in self._plain.moved(name) if m.beyond):
+                low = dtype_name(self._step.policy(name).dtype or torch.bfloat16)
+                notes.append(
+                    f"{name}: {low} does not hold the values of {some([*keys])}, on which the loss depends, so that "
+                    "this prediction does not hold: fxamp.find_overflow says what cures it."
+                )
+        return tuple(notes)
 
     def _probe(self, name: str, batch: Batch, choices: Sequence[tuple[str, Tensor]], loss: float) -> Outcome:
         """Run a step that rounds at random, count the choices that it would change, and note the increase of `loss`."""

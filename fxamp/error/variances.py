@@ -33,7 +33,7 @@ from ..diagnose.step import Outcome, Step
 from ..observe.emulation import Observer, Place, Site
 from .rounding import BITS, blocks, error, power, variance
 
-_NOTHING = (0.0,) * 5  # V, S, L, lost updates and all updates of a place that no gradient comes to
+_NOTHING = (0.0,) * 6  # what is summed at a place that no gradient comes to
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class Moved:
     signed: tuple[float, ...]  # S, by batch
     lost: tuple[float, ...]  # L, by batch: what updates that are lost move the loss by
     swamped: float  # the share of updates that are lost
+    beyond: bool  # the dtype does not hold values that move the loss, which no rounding stands for
 
     @property
     def square(self) -> float:
@@ -138,10 +139,11 @@ class Unrounded:
         sums = [one.found(places.low) for one in self._sums[self.base(name)]]
         made = []
         for place, site in places.rounded.items():
-            variance, signed, lost, below, updates = zip(*(one.get(place, _NOTHING) for one in sums), strict=True)
+            seen = zip(*(one.get(place, _NOTHING) for one in sums), strict=True)
+            variance, signed, lost, below, updates, beyond = seen
             if place not in places.updates:  # of this policy, but of another one that is served
                 lost, below = (0.0,) * len(sums), (0.0,)
-            made.append(Moved(site, variance, signed, lost, sum(below) / max(sum(updates), 1.0)))
+            made.append(Moved(site, variance, signed, lost, sum(below) / max(sum(updates), 1.0), any(beyond)))
         return made
 
 
@@ -224,14 +226,15 @@ class Sums:
             found = self._found.setdefault(low, {})
             if total is not None:
                 apart = (total - held).mul_(grad).sum()
-                found[place] = torch.stack((apart.square(), apart, *torch.zeros(3))) + found.get(place, 0.0)
+                found[place] = torch.stack((apart.square(), apart, *torch.zeros(4))) + found.get(place, 0.0)
                 continue
             for t, g, *terms in blocks(held, grad, *read):
                 off = error(t, low)
                 unit = power(t, low)
                 lost = _lost(t, g, terms, unit, low) if terms else torch.zeros(3, device=g.device)
                 moved = variance(g, unit.mul_(off != 0), low)  # masks and zeros stay as they are
-                sums = torch.cat((torch.stack((moved, off.mul_(g).sum())), lost))
+                beyond = (off.isinf() & (g != 0)).any().float()[None]
+                sums = torch.cat((torch.stack((moved, off.mul_(g).sum())), lost, beyond))
                 found[place] = sums if place not in found else found[place] + sums
 
     def end(self) -> None:
@@ -241,7 +244,7 @@ class Sums:
         self._operands = "", []
 
     def found(self, low: torch.dtype) -> Mapping[Place, tuple[float, ...]]:
-        """Return by place V, S, L, and how many updates are lost, of how many; read from the device once."""
+        """Return by place V, S, L, how many updates are lost, of how many, and whether values are beyond the dtype."""
         sums = self._found.get(low, {})
         read = torch.stack(tuple(sums.values())).tolist() if sums else []
         made = zip(sums, read, strict=True)

@@ -2,7 +2,8 @@
 
 One step runs under a dispatch mode that looks at every value that is made, forward and backward. It knows the storages
 that hold a value that is not finite, and where each came from, so that the loss or the gradient names its origin: what
-is masked with -inf on purpose, or overflows where nobody reads it, is none.
+is masked with -inf on purpose, or overflows where nobody reads it, is none. An op may also make finite values of an
+inf, as `rsqrt` makes 0; a run in which values fit then shows whether anything comes of it.
 
 The cure is found by running the step again. A node whose value does not fit into FP16 runs in FP32 there and then, and
 so does each node that reads it, as long as values do not fit: one more step cures most overflows in forward. Where it
@@ -37,7 +38,7 @@ from passes.ops import ops
 from .._torch import current_autograd_node, storage_id
 from ..capture.graphs import runner_of
 from ..convert import converted_in
-from ..diagnose.batches import Batch
+from ..diagnose.batches import MOST, Batch, Batches
 from ..diagnose.step import NO_REGION, Step, diagnostic, step_of, visible_graphs
 from ..errors import NoKernelError
 from ..observe.emulation import is_fp32, raised
@@ -49,6 +50,7 @@ from ..observe.workload import Loss
 from ..results import Result, some
 
 _RUNS, _SHOWN = 6, 8  # of the step, to find a cure; nodes of a cure in the text
+_FAR = 32  # roundings to the low dtype: nearer, a loss or gradients may be apart by the rounding of what was cured
 _FIXED = ("cast", "as_autocast")  # kinds of decisions that no override changes
 
 
@@ -68,7 +70,7 @@ class Operand:
 @public
 @dataclass(frozen=True, repr=False)
 class Overflow(Result):
-    """The op that first made a value that is not finite, and from there the loss or a gradient is not.
+    """The op that first made a value that is not finite, and from there the loss or a gradient is not, or is wrong.
 
     Attributes:
         where: The key of a node in the plan; for code outside of graphs the line or the module; for a value that was
@@ -143,11 +145,11 @@ def find_overflow(
     loss: Loss = None, batches: Iterable[Any] | None = None, policies: Policy | str | None = None,
     scale: float | None = None,
 ) -> Overflow | None:  # fmt: skip
-    """Run one step, and return the first op that makes inf or NaN of finite values; None if all ends finite.
+    """Run one step, and return the first op that makes inf or NaN of finite values; None if nothing comes of any.
 
-    It is the first one in the order of execution from which the loss, or else a gradient, is not finite. Infinities
-    that nothing comes of, such as a mask of -inf, are none. The first batch that overflows counts. Everything is as
-    before afterwards.
+    It is the first one in the order of execution from which the loss, or else a gradient, is not finite, or is wrong:
+    `rsqrt` makes 0 of an inf. Infinities that nothing comes of, such as a mask of -inf, are none. The first batch that
+    overflows counts. Everything is as before afterwards.
 
     Args:
         policies: Convert the model by this policy first; of a module that nobody converted.
@@ -178,8 +180,13 @@ def find_overflow(
     for batch in step.batches:
         watch = _run(step, batch, scale)
         if (found := _overflow(step, batch, scale, watch)) is not None:
-            return found if found.why or watch.graphs else _cured_by_a_view(found, step, batch, watch)
+            cured = found.why or found.policy is not None or watch.graphs
+            return found if cured else _cured_by_a_view(found, step, batch, watch)
         low = low or watch.low is not None or bool(watch.graphs)
+    if isinstance(step.batches, Batches) and step.batches.cut:
+        warnings.warn(
+            f"only the first {MOST} batches were searched: give a list, or an itertools.islice, for more", stacklevel=2
+        )
     if not low:
         warnings.warn(f"nothing of the step ran in 16 bits: {NO_REGION}", stacklevel=2)
     return None
@@ -191,16 +198,14 @@ def overflow_of(step: Step, batch: Batch, scale: float) -> Overflow | None:
 
 
 def _overflow(step: Step, batch: Batch, scale: float, watch: _Finite) -> Overflow | None:
-    first = watch.culprit()
+    first, hidden = watch.culprit(), watch.hidden()
+    if hidden is not None and (first is None or (first.place.backward and not first.name)):
+        overflow = _hidden(_described(hidden[0], step, scale, watch), hidden[1], step, batch, watch)
+        if overflow is not None:
+            return overflow
     if first is None:
         return None
-    place, decision = first.place, watch.decision(first.place)
-    line = place.where if place.kind == "outside" else ""
-    overflow = Overflow(
-        first.name or watch.where(place), first.kind, place.backward, first.op, first.dtype,
-        line if decision is None else decision.source, first.operands, scale, what=watch.what(place),
-        notes=tuple(step.notes),
-    )  # fmt: skip
+    overflow = _described(first, step, scale, watch)
     if first.name:
         return replace(overflow, why="it was not finite before the step")
     if not watch.graphs:
@@ -209,6 +214,36 @@ def _overflow(step: Step, batch: Batch, scale: float, watch: _Finite) -> Overflo
         return _cured(overflow, step, batch, watch)
     except NoKernelError as error:  # in code outside of the graphs, whose values are FP32 while a cure is looked for
         return replace(overflow, why=str(error))
+
+
+def _described(origin: _Origin, step: Step, scale: float, watch: _Finite) -> Overflow:
+    """Return an overflow that begins at an origin, without its cure."""
+    place, decision = origin.place, watch.decision(origin.place)
+    line = place.where if place.kind == "outside" else ""
+    return Overflow(
+        origin.name or watch.where(place), origin.kind, place.backward, origin.op, origin.dtype,
+        line if decision is None else decision.source, origin.operands, scale, what=watch.what(place),
+        notes=tuple(step.notes),
+    )  # fmt: skip
+
+
+def _hidden(found: Overflow, reader: str, step: Step, batch: Batch, watch: _Finite) -> Overflow | None:
+    """Return an overflow of which a reader makes finite values, with its cure; None if nothing comes of it."""
+    if not watch.graphs and step.train_step is not None:
+        return None
+    try:
+        view = step if watch.graphs else step.under(Policy("O1", dtype=watch.low))
+        healed = _run(view, batch, found.scale, heals=True)
+    except FxampError:  # it cannot be converted, or has no kernel in FP32
+        return None
+    if not healed.forced or not watch.is_far(healed):
+        return None
+    losses = [float(each.results[0]) for each in (watch, healed)]
+    said = (
+        f"no loss shows it: {reader} makes finite values of {found.kind}, and the loss is {losses[0]:.4g}, where with "
+        f"these nodes in FP32 it is {losses[1]:.4g}"
+    )
+    return _with_policy(replace(found, notes=(*found.notes, said)), healed)
 
 
 @dataclass(frozen=True)
@@ -253,6 +288,8 @@ class _Finite(Watch):
         self._origins: list[_Origin] = []
         self._bad: dict[int, _Origin | None] = {}  # by storage; None: the program wrote an inf
         self._ends: list[Tensor] = []
+        self.results: list[Tensor] = []  # the loss, and the gradients; those only if they are compared
+        self._hidden: dict[int, tuple[_Origin, str]] = {}  # overflows of which an op made finite values, and that op
         self._handed: dict[int, tuple[Any, _At]] = {}  # what graphs have returned, and by which node
         self._crossed: dict[_At, _At] = {}  # inputs of graphs that another one has returned
 
@@ -266,6 +303,25 @@ class _Finite(Watch):
     def ends(self, tensors: Sequence[Tensor]) -> None:
         """Take those of the loss, or of the gradients, that are not finite, unless the loss was taken."""
         self._ends = self._ends or [t for t in tensors if _kind(_range(t))]
+        if self.heals or self._hidden:
+            self.results += [t.detach().clone() for t in tensors]
+
+    def hidden(self) -> tuple[_Origin, str] | None:
+        """Return the first overflow of which an op made finite values, and that op; None if there is none."""
+        return min(self._hidden.values(), key=lambda each: each[0].order, default=None)
+
+    def is_far(self, healed: _Finite) -> bool:
+        """Say whether the loss, or else the gradients, are elsewhere than in a run in which values fit."""
+        loss, other = (float(watch.results[0]) for watch in (self, healed))
+        low = _FAR * torch.finfo(self.low or torch.float16).eps
+        if abs(loss - other) > low * abs(other):
+            return True
+        squares = [
+            (float((a - b).double().square().sum()), float(b.double().square().sum()))
+            for a, b in zip(self.results[1:], healed.results[1:], strict=False)
+        ]
+        apart, whole = (math.fsum(each) ** 0.5 for each in zip(*squares, strict=True)) if squares else (0.0, 0.0)
+        return math.isfinite(whole) and not apart <= low * whole
 
     def culprit(self) -> _Origin | None:
         """Return the first origin of the loss, or else of the gradients; None if all are finite."""
@@ -378,8 +434,18 @@ class _Finite(Watch):
             if kind:
                 self._trace(place or self._here(), func, t, held, (args, named), before)
             else:
+                self._hides(func, t, (args, named))
                 self._passed(place, t, max(-held[0], held[1]))
         return out
+
+    def _hides(self, func: Any, t: Tensor, told: Any) -> None:
+        """Note an overflow in 16 bits of which an op of forward makes a finite value."""
+        if not self._bad or current_autograd_node() is not None:
+            return
+        for g in floats_in(told):
+            origin = self._bad.get(storage_id(g))
+            if origin is not None and origin.dtype in LOW_NAMES and not origin.name and _kind(_range(g)):
+                self._hidden.setdefault(origin.order, (origin, _op_name(func)))
 
     def _passed(self, place: Place | None, t: Tensor, peak: float) -> None:
         """Note a value that is finite."""
@@ -403,8 +469,9 @@ class _Finite(Watch):
             self._bad[storage_id(t)] = None
         else:
             operands = tuple(Operand(dtype_name(g.dtype), tuple(g.shape), *held) for g, held in given)
-            name = func.overloadpacket.__name__ if isinstance(func, OpOverload) else str(func)
-            self._bad[storage_id(t)] = self._origin(place, name, kind, dtype_name(t.dtype), operands, "", _masks(found))
+            self._bad[storage_id(t)] = self._origin(
+                place, _op_name(func), kind, dtype_name(t.dtype), operands, "", _masks(found)
+            )
 
     def run(
         self, parts: Sequence[Part], graph: GraphModule, by: str, run: Any, args: tuple[Any, ...], compile: Any = None
@@ -462,8 +529,9 @@ class _Finite(Watch):
         if not in_fp32 and not self.may_be_fp32(at) and not _is_low(n):
             return nodes.value_of(n)
         if not in_fp32 and at not in self.forced:
-            made = nodes.call(n, *torch.fx.map_arg((n.args, n.kwargs), lambda o: _planned(o, nodes.env[o])))
-            if not self.may_be_fp32(at) or not _overflows(made, operands):
+            read = torch.fx.map_arg((n.args, n.kwargs), lambda o: _planned(o, nodes.env[o]))
+            made = nodes.call(n, *read)
+            if not self.may_be_fp32(at) or not (_overflows(made, operands) or _overflows(read, operands)):
                 return made
             self.forced[at] = None
         # FP32 throughout: its operands as they were before casts of fxamp, and those that are low upcast
@@ -617,6 +685,10 @@ def _is_low(n: Node) -> bool:
     """Say whether the planned value of a node is one low tensor."""
     planned = n.meta.get("val", n.meta.get("example_value"))
     return isinstance(planned, Tensor) and planned.dtype in LOW_DTYPES
+
+
+def _op_name(func: Any) -> str:
+    return func.overloadpacket.__name__ if isinstance(func, OpOverload) else str(func)
 
 
 @functools.cache

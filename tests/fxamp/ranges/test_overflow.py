@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -250,6 +252,67 @@ def test_an_overflow_in_a_loss_is_named_by_its_line() -> None:
 
 def _line(comment: str) -> int:
     return next(i for i, line in enumerate(SOURCE, 1) if line.endswith(f"# {comment}"))
+
+
+class Rms(nn.Module):
+    """A norm by hand: of squares that overflow, `rsqrt` makes 0, and every output is the bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x) * 1000
+        return self.b(h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6))  # the norm
+
+
+@pytest.mark.parametrize("way", ["autocast", "view", "step"])
+def test_an_overflow_that_no_loss_shows_is_found_and_cured(way: str) -> None:
+    model, y = Rms(), torch.arange(6) % 4
+    ce: Any = nn.functional.cross_entropy
+    if way == "autocast":
+        with torch.autocast("cpu", torch.float16):
+            found = fxamp.find_overflow(model, X, y, loss=ce)
+            assert torch.equal(model(X), model.b.bias.half().expand(6, 4))
+    elif way == "view":
+        found = fxamp.find_overflow(fxamp.convert(model, policy=O1), X, y, loss=ce)
+    else:
+        step = fxamp.TrainStep(fxamp.convert(model, policy=O1), ce, torch.optim.SGD(model.parameters(), lr=0.1))
+        found = fxamp.find_overflow(step, X, y)
+    assert found is not None
+    assert (found.op, found.kind, found.backward) == ("pow", "inf", False)
+    assert f"test_overflow.py:{_line('the norm')}" in (found.where if way == "autocast" else found.source)
+    assert "rsqrt makes finite values of inf" in str(found)
+    assert found.fp32 == ("/pow#0", "/mean#0", "/add#0", "/rsqrt#0")
+    view = fxamp.convert(model, policy=found.policy)
+    assert fxamp.find_overflow(view, X, y, loss=ce) is None
+    exact = ce(model(X), y)
+    assert abs(ce(view(X), y) - exact) < 1e-2 * exact
+
+
+@pytest.mark.parametrize("squashed", [
+    lambda h: torch.softmax(h.masked_fill(h > 0, -65504.0) * 2, -1), lambda h: torch.tanh(h * 1e4),
+    lambda h: torch.clamp(h * 1e4, -1, 1), lambda h: torch.where(h.abs() < 1e9, h, h * 1e9),
+])  # fmt: skip
+def test_an_overflow_of_which_nothing_comes_is_none(squashed: Any) -> None:
+    model = Net(squashed)
+    with torch.autocast("cpu", torch.float16):
+        assert not model(X).isinf().any()
+        assert fxamp.find_overflow(model, X, loss=mean_square) is None
+    assert fxamp.find_overflow(fxamp.convert(model, policy=O1), X, loss=mean_square) is None
+
+
+@pytest.mark.parametrize("count", [8, 9])
+def test_that_not_all_batches_are_searched_is_said(count: int) -> None:
+    model = fxamp.convert(nn.Linear(8, 4), policy=O1)
+    batches = [X] * count
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fxamp.find_overflow(model, batches=batches, loss=mean_square)
+        fxamp.find_overflow(model, batches=itertools.islice(iter(batches), count), loss=mean_square)
+    with pytest.warns(UserWarning, match="only the first 8 batches were searched"):
+        fxamp.find_overflow(model, batches=iter(batches), loss=mean_square)
 
 
 @pytest.mark.parametrize("loss", [mean_square, lambda output: torch.log(output * 0).mean()])
