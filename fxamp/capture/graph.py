@@ -33,7 +33,7 @@ from passes.ops import ops
 from passes.ops.numbers import value_of
 from passes.runtime.tracing import RuntimeTracer
 
-from .._torch import codegen_of, is_number_input, source_name
+from .._torch import codegen_of, is_number_input, source_name, without_modes
 from .state import TRAINED, State
 
 _OF_OBJECT = re.compile(r"^G\[|[\])]\.")
@@ -105,7 +105,8 @@ class Graph:
             return self.emitted, self.plan
         settled, gm = self.described.policy, copied(self.described.graph)
         asked = settled if policy is None else replace(policy, dtype=settled.dtype, device=settled.device)
-        plan = replace(self.described, policy=asked).compile(gm, costs=costs)
+        with without_modes():  # those of a diagnostic, which asks for it in the middle of a step
+            plan = replace(self.described, policy=asked).compile(gm, costs=costs)
         gm.recompile()
         return gm, plan
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import fxamp
 from fxamp.capture import backend
@@ -265,3 +265,26 @@ def test_a_search_captures_a_model_once(tolerance: Any, monkeypatch: pytest.Monk
     compared = next(note for note in plan.notes if "compared: " in note).partition("compared: ")[2]
     names = [one.split(" at ")[0].rpartition(" ")[0] for one in compared.split(", O")]
     assert len(names) == len(set(names)) > 2
+
+
+class Logging(nn.Module):
+    """A linear behind a graph break."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.means = nn.Linear(64, 10), list[float]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.means.append(float(x.mean()))
+        out: Tensor = self.linear(x)
+        return out
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+def test_casts_of_a_plan_that_is_made_in_the_middle_of_a_step_are_those_of_the_step(rows: int) -> None:
+    x, y = torch.randn(rows, 64), torch.randint(10, (rows,))
+    how: Any = {"loss": CE, "policies": "O1,dtype=bf16"}
+    tuned = fxamp.tune(Logging(), x, y, **how).certificate
+    measured = fxamp.measure_error(Logging(), x, y, **how)["O1,dtype=bf16"]
+    assert (tuned["casts"], tuned["cast_bytes"]) == (measured.casts, measured.cast_bytes)
+    assert fxamp.compare(Logging(), x, y, **how)
