@@ -167,6 +167,7 @@ class Endless:
             yield torch.randn(6, 8), Y
 
 
+@pytest.mark.filterwarnings("ignore:only the first 8 batches were searched")
 @pytest.mark.parametrize("name", DIAGNOSTICS)
 def test_of_an_endless_loader_as_many_batches_are_taken_as_are_needed(name: str) -> None:
     diagnose, more = named(name)
