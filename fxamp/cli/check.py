@@ -205,7 +205,7 @@ def _ran(
     from ..census.census import census
     from ..convert import converted_in
     from ..report.gate.committed_census import against
-    from ..report.gate.gate import KEPT, Outcome, with_run
+    from ..report.gate.gate import KEPT, NO_PLAN, Outcome, with_run
     from ..target import load_target
     from .target import AUTOCAST, step_of, under
 
@@ -216,7 +216,7 @@ def _ran(
         found = census(model, inputs, compared)
     if target.run and found.planned is None:
         raise UsageError("check: nothing of the target is converted: give the TrainStep what fxamp.convert returned")
-    outcome = Outcome(target.name, KEPT, f"{target.name}: as planned")
+    outcome = Outcome(target.name, KEPT, f"{target.name}{NO_PLAN}")
     if target.plan is not None or budgets:
         outcome = _planned(target, budgets, update, counts, own)
     if target.run:

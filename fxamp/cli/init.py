@@ -8,8 +8,8 @@ import os
 import re
 from pathlib import Path
 
-from .output import DONE, write, write_file
-from .targets import tables_of
+from .output import DONE, write
+from .targets import parsed, tables_of
 from .usage import POLICY, TARGET, UsageError
 
 SUMMARY = "Write the table of a target into pyproject.toml, for `fxamp check`."
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     name = args.name or Path(where).stem.rpartition(".")[2]
     file = next((f / "pyproject.toml" for f in (Path.cwd(), *Path.cwd().parents) if (f / "pyproject.toml").is_file()),
                 Path.cwd() / "pyproject.toml")  # fmt: skip
-    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    text = file.read_bytes().decode("utf-8", "replace") if file.exists() else ""  # with its own ends of lines
     if file.exists() and name in tables_of(file):
         raise UsageError(f"{file.name} has a target {name!r} already: change its table, or give another --name")
     # Paths of a table are relative to its file.
@@ -48,7 +48,18 @@ def run(args: argparse.Namespace) -> int:
     key = name if _BARE.fullmatch(name) else json.dumps(name)
     lines = [f"[tool.fxamp.targets.{key}]", *(f"{k} = {json.dumps(v)}" for k, v in settings.items())]
     space = "" if not text else "\n" if text.endswith("\n") else "\n\n"
-    write_file(file, text + space + "\n".join(lines) + "\n")
+    added = (space + "\n".join(lines) + "\n").replace("\n", "\r\n" if "\r\n" in text else "\n")
+    try:
+        parsed(text + added)
+    except ValueError as error:
+        inside = ", ".join(f"{k} = {json.dumps(v)}" for k, v in settings.items())
+        raise UsageError(
+            f"{file.name} has [tool.fxamp] or its targets in braces or by dotted keys, which no table can follow: "
+            f"nothing was written; add {key} = {{{inside}}} to its targets, or delete them if they are empty"
+        ) from error
+    from passes.contract.plan_format import write_text
+
+    write_text(file, text + added)
     write(args, text=lambda: f"wrote [tool.fxamp.targets.{key}] to {file.name}; next: fxamp check --update")
     return DONE
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import shutil
 import sys
@@ -19,6 +20,10 @@ from .usage import UsageError
 DONE, FOUND, UNKNOWN = 0, 1, 2  # exit statuses
 PATIENCE = 2.0  # seconds
 _COLOURS = {"+": "32", "-": "31", "!": "33", "@": "36", "=": "36"}  # of a line, by its first character
+DEMO = "# fxamp demo"  # the first line of the demo's file
+MARK = "Written by fxamp."  # the end of a text, by which a file is known that may be replaced
+_COMMENTED = f"<!-- {MARK} -->"
+_MARKS = {"text": MARK, "github": MARK, "markdown": _COMMENTED, "html": _COMMENTED, "junit": _COMMENTED}
 _FOR_PROGRAMS = ("json", "sarif", "html", "junit")  # the formats that say, or are by definition, UTF-8
 
 
@@ -58,6 +63,9 @@ def outputs_of(args: argparse.Namespace) -> list[Output]:
         if one.file in [other.file for other in found[:at]]:
             where = "standard output" if one.file is None else str(one.file)
             raise UsageError(f"two outputs go to {where}: give each a file of its own, as --output FORMAT=FILE")
+    for file in (*(one.file for one in found), *(getattr(args, option, None) for option in ("save_plan", "save"))):
+        if file is not None:
+            require_replaceable(file)
     if sys.stdout is None and not args.quiet and any(one.file is None for one in found):
         raise UsageError("standard output is closed: write to a file with -o FILE, or leave the output out with -q")
     return found
@@ -133,7 +141,8 @@ def write(
             continue
         text = own.get(output.form, harmless.lines)(made.rstrip("\n"))
         if output.file is not None:
-            write_file(output.file, f"{text}\n")
+            end = f"\n{mark}\n" if (mark := _MARKS.get(output.form)) else ""
+            write_file(output.file, f"{text}\n{end}")
         elif text:
             _print(paint(f"{text}\n") if output.form == "text" and _has_colours() else f"{text}\n", output.form)
 
@@ -147,10 +156,44 @@ def _write_pair(output: Output, graph: str, data: str) -> None:
 
 
 def write_file(file: Path, text: str) -> None:
-    """Write a file, whole or not at all."""
+    """Write a file, whole or not at all.
+
+    Raises:
+        UsageError: A file is there that fxamp did not write.
+    """
     from passes.contract.plan_format import write_text
 
+    require_replaceable(file, text)
     write_text(file, text)
+
+
+def require_replaceable(file: Path, text: str = "") -> None:
+    """Raise UsageError for a file that fxamp did not write: by the mark at its end, or, of JSON, by its keys.
+
+    Without the text that is to take its place any JSON passes, and an empty file always does.
+    """
+    try:
+        old = file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else ""
+    except OSError:  # to write it says why
+        return
+    if old and not old.endswith((MARK, _COMMENTED)) and not old.startswith(DEMO) and not _is_alike(old, text):
+        raise UsageError(
+            f"{file} is there already, and is not what this command writes: give another file, or delete it first"
+        )
+
+
+def _is_alike(old: str, text: str) -> bool:
+    """Say whether JSON has half of the keys that other JSON has, as that of another version has."""
+    try:
+        before, now = json.loads(old), json.loads(text) if text else None
+    except ValueError:
+        return False
+    before, now = (value[0] if isinstance(value, list) and value else value for value in (before, now))
+    if not before or not now:  # of no overflow, or of no row
+        return True
+    if not isinstance(before, dict) or not isinstance(now, dict):
+        return False
+    return 2 * len(before.keys() & now.keys()) >= len(before)
 
 
 def _print(text: str, form: str) -> None:

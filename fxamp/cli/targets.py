@@ -11,6 +11,7 @@ census = "plans/classifier.census.json"
 from __future__ import annotations
 
 import fnmatch
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -70,9 +71,18 @@ def find_pyproject(start: Path) -> Path:
     )
 
 
+def parsed(text: str) -> dict[str, Any]:
+    """Return what a text in TOML says.
+
+    Raises:
+        ValueError: It is not TOML.
+    """
+    return tomllib.loads(text)
+
+
 def _data(file: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        return parsed(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeError, tomllib.TOMLDecodeError) as e:
         raise UsageError(f"{file.name} cannot be read: {e}") from e
 
@@ -116,11 +126,24 @@ def configured(file: Path, names: Sequence[str] = ()) -> list[Target]:
         raise UsageError(f"{file.name} has no {TABLE}")
     for name in names:
         if not fnmatch.filter(tables, name):
-            raise UsageError(f"{file.name} has no target {name!r}{_nearest(name, tables)}")
-    return [
-        _target(file, name, table) for name, table in tables.items()
-        if not names or any(fnmatch.fnmatchcase(name, each) for each in names)
-    ]  # fmt: skip
+            near = _nearest(name, tables) or f"; it has {', '.join(tables)}"
+            raise UsageError(f"{file.name} has no target {name!r}{near}")
+    targets = [_target(file, name, table) for name, table in tables.items()]
+    _require_files_apart(file, targets)
+    return [target for target in targets if not names or any(fnmatch.fnmatchcase(target.name, each) for each in names)]
+
+
+def _require_files_apart(file: Path, targets: Sequence[Target]) -> None:
+    """Raise UsageError where two settings name one file: with --update one would replace what the other wrote."""
+    users: dict[str, str] = {}
+    for target in targets:
+        for key, path in (("plan", target.plan), ("census", target.census)):
+            if path is None:
+                continue
+            user = f"[tool.fxamp.targets.{target.name}] {key}"
+            other = users.setdefault(os.path.realpath(file.parent / path), user)
+            if other != user:
+                raise UsageError(f"{file.name}: {other} and {user} are one file, {path}: give each a file of its own")
 
 
 def _target(file: Path, name: str, table: Any) -> Target:

@@ -35,6 +35,7 @@ class Loop:
         self._model, self._options = model, options
         self.said: set[str] = set()  # the subjects of what was said already, since each is said once
         self.begin()
+        self._left_out: set[str] | None = None  # names of what is trainable and in no optimizer, from the start
         self._look_for_untrained()
         self._warn_of_settings()
 
@@ -154,12 +155,44 @@ class Loop:
                 p.grad = None
         return had
 
+    def without_gradients(self) -> None:
+        """Say once that a window trains nothing, and of which parameters."""
+        if self._registered != registrations():
+            self._look_for_untrained()
+        if "replaced" in self.said:  # which is why
+            return
+        trained = [p for optimizer in self._options.optimizers for p in parameters(optimizer)]
+        names = {id(p): name for name, p in self._model.named_parameters()}
+        first = names.get(id(trained[0]), "one outside of the model") if trained else ""
+        self.say(
+            "nothing",
+            f"nothing of {type(self._model).__name__} was trained: no parameter of the optimizers "
+            + (f"has a gradient, the first is '{first}': look for what cuts the loss off from them"
+               if any(p.requires_grad for p in trained)
+               else f"requires a gradient, the first is '{first}': call requires_grad_(True) on what is to be trained"),
+        )  # fmt: skip
+
     def _look_for_untrained(self) -> None:
-        """Find the parameters of the model, and of a loss that is a module, that are in no optimizer."""
+        """Find the parameters of the model, and of a loss that is a module, that are in no optimizer.
+
+        Those that are trainable, and were not there or were trained when the step was made, are named once.
+        """
         self._registered, loss = registrations(), self._options.loss_fn
         trained = {id(p) for optimizer in self._options.optimizers for p in parameters(optimizer)}
         modules = [self._model, loss] if isinstance(loss, nn.Module) else [self._model]
         self._untrained = [p for module in modules for p in module.parameters() if id(p) not in trained]
+        named = {name: p for name, p in self._model.named_parameters() if p.requires_grad and id(p) not in trained}
+        if self._left_out is None:
+            self._left_out = set(named)
+        new = [name for name in named if name not in self._left_out]
+        if new:
+            more = f" and {len(new) - 1} more parameters" if len(new) > 1 else ""
+            self.say(
+                "replaced",
+                f"no optimizer of this TrainStep has '{new[0]}'{more} of {type(self._model).__name__}, which took "
+                "another's place or was added (load_state_dict(assign=True), a layer that was replaced): they are not "
+                "trained. Build the optimizer and the TrainStep again, from model.parameters()",
+            )
 
     def _warn_of_settings(self) -> None:
         """Name settings that look like mistakes: a scheduler made for epochs, and a model that is hardly trained."""

@@ -692,6 +692,7 @@ class TrainStep:
         stepped = (lambda o: live([o])) if self.compiled is None else self.compiled.update.stepped
         stepping = [o for o in self.optimizers if others or stepped(o)]
         if not stepping:
+            self.loop.without_gradients()
             return Update({}), mean
         window.scale  # noqa: B018 - read before the update changes it
         if self.closes:

@@ -106,6 +106,10 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(target)
+    except OSError as error:
+        if error.filename == str(temporary):
+            error.filename, error.filename2 = os.fspath(path), None  # the caller's file, not one that is of no concern
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

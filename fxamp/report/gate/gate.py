@@ -26,6 +26,7 @@ from ..reader import with_totals
 from .budget import Budget
 
 KEPT, CHANGED, UNKNOWN = 0, 1, 2  # exit statuses
+NO_PLAN = "; no plan file is configured"  # after what was compared all the same
 ANEW = "restore it, or delete it and write it anew with --update"
 WAY_OUT = "If this is intended, run fxamp check --update with the same arguments, and commit what it writes."
 
@@ -122,7 +123,13 @@ def with_run(outcome: Outcome, differences: Sequence[str], found: str, census: s
 
     `census` is the path of the census that it was compared with, "" for the plan.
     """
-    message = f"{outcome.message}, {found}".replace(": as planned, ", ": as planned and " if not differences else ": ")
+    before = outcome.message.removesuffix(NO_PLAN)
+    compared = before if before != outcome.target else ""  # else nothing was compared before
+    if compared.endswith(": as planned"):
+        compared = f"{compared} and " if not differences else f"{outcome.target}: "
+    else:
+        compared = f"{compared}, " if compared else f"{outcome.target}: "
+    message = f"{compared}{found}{outcome.message[len(before) :]}"
     status = max(outcome.status, CHANGED if differences else KEPT)
     return replace(outcome, status=status, message=message, ran=(*outcome.ran, *differences), census=census)
 
@@ -184,7 +191,7 @@ def _message(
         parts.append(f"{counted(found.changes)} against {plan}")
     if broken:
         parts.append(f"{len(broken)} budget{'s' * (len(broken) > 1)} broken")
-    text = f"{target}: {', '.join(parts) or 'as planned'}"
+    text = f"{target}: {', '.join(parts) or ('as planned' if plan else 'within its budgets')}{NO_PLAN * (not plan)}"
     made = () if before is None else [
         f"made with {name} {old}; this is {new}" for name, old, new in (
             ("torch", before.torch_version, str(torch.__version__)),

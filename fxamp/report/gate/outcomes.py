@@ -111,7 +111,7 @@ def to_github(outcomes: Sequence[Outcome]) -> str:
         title = f"precision of {outcome.target}"
         for (file, line), texts in list(by_place.items())[:_ANNOTATIONS]:
             out.append(_command(level, "\n".join(texts), file=file, line=str(line), title=title))
-    return "".join(f"{line}\n" for line in out) or "as planned\n"
+    return "".join(f"{line}\n" for line in out) or "no difference, and no broken budget\n"
 
 
 def _command(name: str, message: str, **properties: str) -> str:
@@ -147,7 +147,7 @@ def _tests(outcome: Outcome) -> Iterator[tuple[str, str, str, list[str]]]:
         yield "plan", "error", outcome.message, []
         return
     if outcome.status == KEPT or not outcome.changes:
-        yield "plan", "", "", []
+        yield "plan" if outcome.plan else "check", "", "", []
     else:
         found = lines(outcome.changes, outcome.places)
         told = [line for _, line in found[:_SHOWN]]

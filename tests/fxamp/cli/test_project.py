@@ -97,3 +97,52 @@ def test_a_target_that_is_configured_is_pointed_to_by_its_name(capsys: Capture) 
     main(["init", "net.py:make", "--name", "small"])
     assert main(["check", "net.py:make"]) == 2
     assert "pyproject.toml has this target: `fxamp check small`" in capsys.readouterr().err
+
+
+BRACES = ["[tool.fxamp]\ntargets = {}\n", "[tool]\nfxamp = {targets = {}}\n", "tool.fxamp.targets = {}\n"]
+
+
+@pytest.mark.parametrize("text", BRACES)
+def test_init_leaves_a_file_alone_that_a_table_would_break(text: str, capsys: Capture) -> None:
+    file = Path("pyproject.toml")
+    file.write_text(text, encoding="utf-8")
+    Path("net.py").touch()
+    assert main(["init", "net.py:make"]) == 2
+    assert 'add net = {target = "net.py:make", ' in capsys.readouterr().err
+    assert file.read_text(encoding="utf-8") == text
+
+
+def test_init_ends_lines_as_the_file_does() -> None:
+    file = Path("pyproject.toml")
+    file.write_bytes(b'[project]\r\nname = "\xc3\xa4"\r\n')
+    assert main(["init", "a.b:make"]) == 0
+    data = file.read_bytes()
+    assert data.startswith(b'[project]\r\nname = "\xc3\xa4"\r\n')
+    assert data.count(b"\r\n") == data.count(b"\n") > 4
+    assert [target.target for target in configured(file)] == ["a.b:make"]
+
+
+@pytest.mark.parametrize(
+    "second", ['plan = "p.json"', 'plan = "./p.json"', 'plan = "q.json"\ncensus = "p.json"'],
+    ids=["plan", "path", "census"],
+)  # fmt: skip
+def test_two_targets_with_one_file_are_an_error(second: str, capsys: Capture) -> None:
+    Path("pyproject.toml").write_text(
+        '[tool.fxamp.targets.a]\ntarget = "n.py:a"\nplan = "p.json"\n'
+        f'[tool.fxamp.targets.b]\ntarget = "n.py:b"\n{second}\n',
+        encoding="utf-8",
+    )
+    assert main(["check", "--update", "b"]) == 2
+    error = capsys.readouterr().err
+    assert "[tool.fxamp.targets.a] plan and [tool.fxamp.targets.b] " in error
+    assert "are one file" in error
+    assert not Path("p.json").exists()
+
+
+@pytest.mark.parametrize("name", ["other", "vit*"])
+def test_a_name_that_is_no_target_is_told_the_names(name: str, capsys: Capture) -> None:
+    Path("net.py").touch()
+    main(["init", "net.py:make", "--name", "small"])
+    main(["init", "net.py:make", "--name", "large"])
+    assert main(["check", name]) == 2
+    assert f"has no target {name!r}; it has small, large" in capsys.readouterr().err

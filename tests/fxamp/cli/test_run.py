@@ -99,3 +99,24 @@ def test_a_target_of_pyproject_runs_a_step(here: Path, capsys: pytest.CaptureFix
     assert main(["check", "--output-format", "json"]) == 1
     (outcome,) = json.loads(capsys.readouterr().out)
     assert any("module up" in text for text in outcome["ran"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ('policy = "autocast,dtype=bf16"\ncensus = "c.json"', "net: ran as in c.json; no plan file is configured"),
+        ('budget = ["casts=50"]', "net: within its budgets; no plan file is configured"),
+        ("run = true", "net: ran as planned; no plan file is configured"),
+        ('plan = "p.json"\ncensus = "c.json"\npolicy = "O1,dtype=bf16"', "net: as planned and ran as in c.json"),
+        ('budget = ["casts=50"]\ncensus = "c.json"', "net: within its budgets, ran as in c.json; no plan file is "
+         "configured"),
+    ],
+)  # fmt: skip
+def test_the_gate_says_what_it_compared(settings: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("pyproject.toml").write_text(f'[tool.fxamp.targets.net]\ntarget = "net.py:model"\n{settings}\n')
+    words = ["check", "--here"]
+    assert main([*words, "--update"]) == 0
+    capsys.readouterr()
+    assert main([*words, "--output=text", "--output=junit=out.xml"]) == 0
+    assert capsys.readouterr().out == f"{said}\n"
+    assert ('name="plan"' in Path("out.xml").read_text()) == ("plan =" in settings)

@@ -167,7 +167,7 @@ def test_a_census_of_a_model_that_nobody_converted_is_gated(said: Any, here: Pat
     said("census", "net.py:make", "--save", "own.json")
     assert json.loads(Path("own.json").read_text())["ran"] == json.loads(saved)["ran"]
     Path("net.py").write_text(NET.replace("class Net", "# a line more\n\nclass Net"), encoding="utf-8")
-    assert said(*check) == "net.py:make: as planned and ran as in kept/net.json\n"
+    assert said(*check) == "net.py:make: ran as in kept/net.json; no plan file is configured\n"
     Path("net.py").write_text(NET.replace("(self.up(x).relu())", "(self.up(x).relu().float().exp())"), encoding="utf-8")
     text = said(*check, status=1)
     assert "net.py:13: exp ran in float32, and not at all in kept/net.json" in text

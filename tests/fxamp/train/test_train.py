@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -424,3 +425,50 @@ def test_results_cannot_be_changed() -> None:
     for name in ("loss", "stepped", "skipped", "scale", "grad_norm", "kept", "reason"):
         with pytest.raises(AttributeError):
             setattr(result, name, getattr(result, name))
+
+
+def replace_layer(model: nn.Module) -> None:
+    model.add_module("1", nn.Linear(4, 1))
+
+
+def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def load_by_assigning(model: nn.Module) -> None:
+    model.load_state_dict({name: t.clone() for name, t in model.state_dict().items()}, assign=True)
+
+
+@pytest.mark.parametrize("compile", [False, "aot_eager"])
+@pytest.mark.parametrize(("change", "first"), [(replace_layer, "1.weight"), (load_by_assigning, "0.weight")])
+def test_parameters_that_no_optimizer_has_are_named_once(
+    change: Any, first: str, compile: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    view = fxamp.convert(model, policy="O1,dtype=bf16")
+    step = TrainStep(view, loss_times, SGD(model.parameters(), 0.1), compile=compile)
+    step(X)
+    assert not warned(caplog)
+    change(model)
+    for _ in range(3):
+        step(X)
+    (text,) = warned(caplog)
+    assert f"no optimizer of this TrainStep has '{first}' and" in text
+
+
+def test_a_step_that_can_train_nothing_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    model, step = make_step()
+    model.requires_grad_(False)
+    for _ in range(3):
+        assert step(X).reason == "no_gradients"
+    _, text = warned(caplog)  # the first says that it is not converted
+    assert "no parameter of the optimizers requires a gradient, the first is 'weight'" in text
+
+
+def test_parameters_that_are_left_out_from_the_start_are_not_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    step = TrainStep(fxamp.convert(model, policy="O1,dtype=bf16"), loss_times, SGD(model[0].parameters(), 0.1))
+    nn.Linear(1, 1)  # registers parameters elsewhere
+    step(X)
+    step(X)
+    assert not warned(caplog)
