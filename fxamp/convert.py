@@ -258,6 +258,7 @@ def _view(
     if check not in (True, "forward", False):
         raise PolicyError(f"check is True, 'forward' or False, not {check!r}.")
     refuse_unmatched(policy, model)
+    _refuse_untouched_children(model, policy)
     view = make_view(model, policy, **{**settings, "replayed": replayed})
     measured = policy.cost == "measured" and replayed is None
     if measured:
@@ -389,6 +390,18 @@ def graphs(module: nn.Module) -> tuple[GraphModule, ...]:
     if not made:
         plan_of(module)  # says that nothing was captured yet
     return tuple(made)
+
+
+def _refuse_untouched_children(model: nn.Module, policy: Policy) -> None:
+    """Raise CaptureError for a child that is a view at O0, in a model that would hand it values in 16 bits."""
+    for path, child in model.named_modules() if policy.level.rounds else ():
+        if is_view(child) and not runner_of(child).graphs.asked.level.rounds:
+            name, level = type(child).__name__, runner_of(child).graphs.asked.level
+            raise CaptureError(
+                f"{path!r} of this {type(model).__name__} is a view at {level}, which leaves dtypes as they are, and "
+                f"{policy.level} would hand it values in 16 bits: put the {name} itself there, and convert with "
+                f"policy='{policy},modules.{path}=fp32'."
+            )
 
 
 def _refuse(model: Any) -> None:

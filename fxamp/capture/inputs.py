@@ -13,6 +13,7 @@ from torch import nn
 from passes._torch import pytree
 from passes.contract.devices import DEVICES
 from passes.contract.errors import CaptureError, PolicyError
+from passes.contract.plan import Plan
 from passes.contract.policy import Policy
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -37,6 +38,10 @@ def as_inputs(args: Any, kwargs: Any) -> Inputs | None:
 
 
 def _instead(args: Any) -> str:
+    if isinstance(args, (str, Policy)):
+        return f"give a policy by its name: policy='{args}'"
+    if isinstance(args, Plan):
+        return "give a plan by its name: plan=..."
     if isinstance(args, Mapping):
         return "pass kwargs="
     if isinstance(args, Iterable):

@@ -74,11 +74,18 @@ def output_of(model: nn.Module, inputs: Any) -> Any:
         CaptureError: an op refuses its operands' devices or dtypes, and an input has not those of the parameters.
         NoKernelError: an LSTM of the model cannot run in a low dtype on this CPU.
     """
+    args, kwargs = _as_call(inputs)
     try:
-        args, kwargs = _as_call(inputs)
         return model(*args, **kwargs)
+    except TypeError as error:
+        if said := misfit(model.forward, args, kwargs):
+            raise PolicyError(
+                f"{type(model).__name__} cannot be called with these inputs: {said}. A tuple is model(*inputs), and a "
+                "target is no part of it: give it by itself, behind the inputs."
+            ) from error
+        raise
     except RuntimeError as error:
-        if _MISFIT.search(str(error)) and (said := misplaced(model, *_as_call(inputs))):
+        if _MISFIT.search(str(error)) and (said := misplaced(model, args, kwargs)):
             raise CaptureError(f"{type(model).__name__} rejects its inputs: {said} ({in_short(error)})") from error
         layers = [path for path, module in model.named_modules() if isinstance(module, nn.LSTM)]
         if _NO_LSTM not in str(error) or not layers:
@@ -104,6 +111,21 @@ def _as_call(inputs: Any) -> Both:
         f"{type(inputs).__name__}: give tuple(inputs) for several inputs, (inputs,) for a single one, and of a "
         "DataLoader the inputs of one batch."
     )
+
+
+def misfit(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """Say what a function takes, where its signature does not fit a call; "" where it does, or is not known."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return ""
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        takes = ", ".join(str(p.replace(annotation=p.empty)) for p in signature.parameters.values())
+        named = f" and {', '.join(kwargs)}" if kwargs else ""
+        return f"{getattr(function, '__name__', 'it')}({takes}) got {len(args)} by position{named} ({error})"
+    return ""
 
 
 def misplaced(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
@@ -167,9 +189,14 @@ def _loss_by(loss: Callable[..., Any], output: Any, target: Any) -> Tensor:
     try:
         found = loss(output) if target is None else loss(output, target)
     except TypeError as error:
-        if target is not None or "required positional argument" not in str(error):
-            raise
-        raise PolicyError(f"the loss takes a target, the third argument, and none was given: {error}") from error
+        function = loss.forward if isinstance(loss, nn.Module) else loss
+        said = misfit(function, (output,) if target is None else (output, target), {})
+        if target is None and "required positional argument" in str(error):
+            raise PolicyError(f"the loss takes a target, the third argument, and none was given: {error}") from error
+        if said:
+            given = "output" if target is None else "output, target"
+            raise PolicyError(f"the loss is called as loss({given}), which it does not take: {said}") from error
+        raise
     require_loss(found)
     return found  # type: ignore[no-any-return]
 

@@ -238,8 +238,8 @@ class LossScaler(torch.amp.GradScaler):
         self._names: Any = WeakIdKeyDictionary()
 
     def __repr__(self) -> str:
-        how = {"none": "disabled", "static": "static", "dynamic": f"grows every {self._growth_interval} steps"}
-        return f"<fxamp LossScaler: {how[self.kind]}>"
+        how = {"none": "disabled", "static": "static"}.get(self.kind) or f"grows every {self._growth_interval} steps"
+        return f"<fxamp LossScaler: {how}>"
 
     @property
     def kind(self) -> str:

@@ -32,7 +32,7 @@ from ..errors import in_short
 from ..observe.interpret import StorageReads
 from ..observe.snapshot import same_attributes, same_random_state
 from ..observe.tensors import kept, strided
-from ..observe.workload import misplaced
+from ..observe.workload import misfit, misplaced
 from .check import check_capture, run_twin
 from .graphs import views_in
 from .replay import place_of
@@ -135,6 +135,8 @@ def _capture_on(runner: Runner, model: nn.Module, inputs: Inputs, state: State, 
                 raise
             why = _GOT.search(str(e))
             said = misplaced(model, *inputs) or (why[1] if why else in_short(e))
+            if type(e) is TypeError and misfit(runner.model.forward, *inputs):
+                said += "; args are the inputs of model(*args), without a target"
             way_out = f" ({advice})" if (advice := runner.of_autocast(said)) else ""
             raise CaptureError(f"{type(runner.model).__name__} rejects the example inputs: {said}{way_out}") from e
     return False

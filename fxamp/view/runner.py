@@ -32,7 +32,7 @@ from torch.nn.parameter import is_lazy
 from passes._torch import in_transform, pytree
 from passes.contract.errors import CaptureError, FxampError, PolicyError
 from passes.contract.plan import Plan
-from passes.contract.policy import Override, Policy
+from passes.contract.policy import Override, Policy, nearest
 from passes.contract.reasons import Code
 
 from .._torch import (
@@ -468,11 +468,14 @@ class Runner:
         every = (d for graph in self.graphs for d in graph.plan.decisions if d.code == Code.OVERRIDE.value)
         decided = {d.reason for d in every if d.colour != "float32" or not d.reason.endswith("=low")}
         first = {id(module): path for path, module in self.model.named_modules()}
+        ops = {d.op for graph in self.graphs for d in graph.plan.decisions}
         names = {path: first[id(module)] for path, module in self.model.named_modules(remove_duplicate=False)}
         for override in (one for one in given if f"{Code.OVERRIDE.value}: {one}" not in decided):
             name = names.get(override.key, override.key) if override.kind == "path" else override.key
             why = (
                 f"its nodes go by the first name of that module, '{name}'" if name != override.key
+                else f"no op of that name was captured{nearest(override.key, ops)}"
+                if override.kind == "op" and override.key not in ops
                 else "nothing that it names was captured, or something else decides there, such as the dtype of a "
                 "value that is written in place, or of a table that rows are read from"
             )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -20,6 +21,7 @@ import fxamp
 from fxamp.demo import LeNet5
 
 X, Y = torch.randn(4, 1, 8, 8), torch.randint(10, (4,))
+X_8 = torch.randn(4, 8)
 LOADER: Any = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, Y), batch_size=2)
 
 
@@ -160,3 +162,70 @@ def test_of_a_wrong_input_there_is_torchs_error_and_no_other_traceback(
     with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
         view(torch.randn(2, 5))
     assert "Traceback" not in caplog.text
+
+
+def test_a_child_at_o0_is_refused_where_the_model_rounds() -> None:
+    model = nn.Sequential(Says(), Says())
+    author = model[1]
+    model[1] = fxamp.convert(author, policy="O0")
+    with pytest.raises(fxamp.CaptureError, match=r"'1' of this Sequential is a view at O0.*modules\.1=fp32") as refused:
+        fxamp.convert(model, policy="O1,dtype=bf16")
+    assert fxamp.convert(model, policy="O0")(X_8).dtype is torch.float32
+    model[1] = author
+    way_out = re.search(r"policy='([^']+)'", str(refused.value))
+    assert way_out is not None
+    colours = {d.module_path: d.colour for d in fxamp.plan(model, (X_8,), policy=way_out[1]).decisions}
+    assert colours == {"0.l": "bfloat16", "1.l": "float32"}
+
+
+@pytest.mark.parametrize("policy", ["O1,dtype=bf16", fxamp.Policy("O1", dtype="bf16")])
+def test_a_policy_in_the_place_of_inputs_is_told_its_name(policy: Any) -> None:
+    with pytest.raises(fxamp.CaptureError, match=r"give a policy by its name: policy='O1,dtype=bf16'"):
+        fxamp.convert(Says(), policy)
+
+
+def test_an_op_that_is_misspelt_is_told_the_nearest_name(caplog: pytest.LogCaptureFixture) -> None:
+    fxamp.convert(Says(), policy="O1,dtype=bf16,ops.liner=fp32")(X_8)
+    assert "no op of that name was captured; the nearest name is 'linear'" in caplog.text
+
+
+def mean_loss(output: Any, target: Any) -> Any:
+    return (output - target).square().mean()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda m: fxamp.convert(m, (X_8, X_8), policy="O1,dtype=bf16"),
+        lambda m: fxamp.census(m, (X_8, X_8), loss=mean_loss),
+        lambda m: fxamp.TrainStep(m, mean_loss, torch.optim.SGD(m.parameters(), 0.1))((X_8, X_8)),
+        lambda m: fxamp.TrainStep(fxamp.convert(m), mean_loss, torch.optim.SGD(m.parameters(), 0.1))((X_8, X_8)),
+    ],
+    ids=["convert", "census", "step", "step of a view"],
+)
+def test_a_target_among_the_inputs_is_told_so(call: Any) -> None:
+    with pytest.raises(fxamp.FxampError, match=r"Says (cannot be called with|rejects) .* 2 .*target"):
+        call(Says())
+
+
+def test_a_loss_of_other_arguments_is_named() -> None:
+    def make() -> None: ...
+
+    with pytest.raises(fxamp.PolicyError, match=r"loss\(output, target\), which it does not take: make\(\) got 2"):
+        fxamp.census(Says(), X_8, X_8, loss=make)
+    with pytest.raises(fxamp.PolicyError, match=r"loss\(output\), which it does not take: make\(\) got 1"):
+        fxamp.census(Says(), X_8, loss=make)
+
+
+def test_a_scaler_without_its_device_prints() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert repr(fxamp.LossScaler("cuda")).startswith("<fxamp LossScaler: ")
+    assert repr(fxamp.LossScaler(enabled=False)) == "<fxamp LossScaler: disabled>"
+
+
+def test_a_view_that_was_saved_is_read_where_the_file_is_trusted(tmp_path: Path) -> None:
+    view = fxamp.convert(Says(), policy="O1,dtype=bf16")
+    torch.save(view, tmp_path / "view.pt")
+    again = torch.load(tmp_path / "view.pt", weights_only=False)  # as the guide on capture says
+    assert torch.equal(again(X_8), view(X_8))
