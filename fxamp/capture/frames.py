@@ -302,11 +302,15 @@ def _tracing(settings: dict[str, Any]) -> Iterator[None]:
     level = log.level
     one_step = fakes_of_one_step() if settings.get("allow_rnn") else contextlib.nullcontext()
     log.setLevel(logging.CRITICAL)  # torch logs the traceback of an op's error in each trace anew, before it is raised
+    # For a break at `.item()` it logs fifteen lines on a setting; a line of ours names the break.
+    of_items = logging.getLogger("torch._dynamo.variables.tensor")
+    before, of_items.disabled = of_items.disabled, True
     try:
         with dynamo_settings(settings), one_step:
             yield
     finally:
         log.setLevel(level)
+        of_items.disabled = before
 
 
 def _left_to_python(*, with_all_inside: bool = False, always: bool = False) -> Any:

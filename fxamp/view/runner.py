@@ -513,6 +513,11 @@ class Runner:
         cause = number[1] if number else re.sub(r"\d+", "N", reason)
         self._causes[cause] += 1
         name, level = type(self.model).__name__, logging.INFO
+        if _GONE.match(reason):
+            reason = (
+                "code behind a graph break reads an object that code in front of it makes anew at each call, such as a "
+                "bound method; fxamp.report(view) names the break, and without it there is one graph"
+            )
         if number and self._causes[cause] == _EIGHTH - 1:
             logger.warning(
                 "fxamp: %s is captured at each value of %s, of which torch makes a constant: this is graph %d. Change "
@@ -524,6 +529,7 @@ class Runner:
 
 
 _NUMBER = re.compile(r"(\S+) == -?\d+(?:\.\d+(?:e[-+]?\d+)?|e[-+]?\d+)(?:\s|$)")  # the guard of a float
+_GONE = re.compile(r"Cache line invalidated because L\['___stack\d+'\] got deallocated")
 _MODULE = re.compile(r"\._modules\['(\w+)'\]")
 _GRAD_MODE = "GLOBAL_STATE changed: grad_mode"  # the whole of Dynamo's words, but for its prefix
 _EIGHTH = 8  # the graph of one number at which a warning names it

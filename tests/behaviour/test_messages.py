@@ -229,3 +229,30 @@ def test_a_view_that_was_saved_is_read_where_the_file_is_trusted(tmp_path: Path)
     torch.save(view, tmp_path / "view.pt")
     again = torch.load(tmp_path / "view.pt", weights_only=False)  # as the guide on capture says
     assert torch.equal(again(X_8), view(X_8))
+
+
+BREAKS = """
+import torch, fxamp
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.means = torch.nn.Linear(8, 8), torch.nn.Linear(8, 4), []
+    def forward(self, x):
+        h = self.a(x)
+        self.means.append(float(x.mean()))
+        return self.b(h)
+x, y = torch.randn(4, 8), torch.randint(4, (4,))
+fxamp.measure_error(Net(), x, y, loss=torch.nn.functional.cross_entropy)
+"""
+
+
+def test_a_graph_break_is_told_in_our_words_alone(tmp_path: Path) -> None:
+    script = tmp_path / "breaks.py"
+    script.write_text(BREAKS)
+    environment = {**os.environ, "PYTHONPATH": str(Path(fxamp.__file__).parents[1])}
+    ran = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=True, env=environment, timeout=120
+    )
+    assert "Graph break from" not in ran.stderr
+    assert "___stack" not in ran.stderr
+    assert "code behind a graph break reads an object that code in front of it makes anew" in ran.stderr
