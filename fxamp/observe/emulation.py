@@ -48,6 +48,12 @@ _UNCHANGED = (again, cast_floating, cast_weight)  # casts of the runtime: their 
 Place = tuple[Any, ...]  # where a value is rounded: equal in the graphs of all policies
 
 
+def input_name(place: Node) -> str:
+    """Return what an input of a graph is called in the call: "input 0", or "input mask" by keyword."""
+    argument = _ARGUMENT.fullmatch(place.name)
+    return f"input {argument[1] or argument[2]}" if argument else place.name
+
+
 @dataclass(frozen=True)
 class Site:
     """A value of an emitted graph, or one inside a kernel."""
@@ -90,9 +96,7 @@ class Site:
             first = first.args[0]
         if first.op.startswith("call"):
             return f"cast of {ops.name(first)}"
-        argument = _ARGUMENT.fullmatch(first.name)
-        name = f"input {argument[1] or argument[2]}" if argument else first.name
-        return f"cast of {self.names.get(first.name) or name}"
+        return f"cast of {self.names.get(first.name) or input_name(first)}"
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ from ..convert import converted_in
 from ..diagnose.batches import MOST, Batch, Batches
 from ..diagnose.step import NO_REGION, Step, diagnostic, step_of, visible_graphs
 from ..errors import NoKernelError
-from ..observe.emulation import is_fp32, raised
+from ..observe.emulation import input_name, is_fp32, raised
 from ..observe.interpret import Run
 from ..observe.snapshot import outside_of_regions
 from ..observe.tensors import dense
@@ -358,7 +358,7 @@ class _Finite(Watch):
         if node.op.startswith("call"):
             return ops.name(node)
         inputs = {n: at for at, n in enumerate(node.graph.find_nodes(op="placeholder"))}
-        return self.graphs[place.graph].known.names.get(inputs.get(node, -1)) or str(node.target)
+        return self.graphs[place.graph].known.names.get(inputs.get(node, -1)) or input_name(node)
 
     def may_be_fp32(self, at: _At) -> bool:
         """Say whether a node runs low, and an override can keep it in FP32."""

@@ -256,3 +256,9 @@ def test_a_graph_break_is_told_in_our_words_alone(tmp_path: Path) -> None:
     assert "Graph break from" not in ran.stderr
     assert "___stack" not in ran.stderr
     assert "code behind a graph break reads an object that code in front of it makes anew" in ran.stderr
+
+
+def test_an_input_that_overflows_is_named_as_in_the_call() -> None:
+    view = fxamp.convert(Says(), policy="O1,dtype=fp16")
+    found = fxamp.find_overflow(view, X_8 * 1e6, X_8, loss=mean_loss)
+    assert "the cast of input 0 makes inf in float16" in str(found)
