@@ -63,9 +63,10 @@ def outputs_of(args: argparse.Namespace) -> list[Output]:
         if one.file in [other.file for other in found[:at]]:
             where = "standard output" if one.file is None else str(one.file)
             raise UsageError(f"two outputs go to {where}: give each a file of its own, as --output FORMAT=FILE")
-    for file in (*(one.file for one in found), *(getattr(args, option, None) for option in ("save_plan", "save"))):
-        if file is not None:
-            require_replaceable(file)
+    saves = ((getattr(args, option, None), key) for option, key in (("save_plan", "decisions"), ("save", "ran")))
+    for file, key in (*((one.file, "") for one in found), *saves):
+        if file is not None:  # a search of an hour is not refused at its end
+            require_replaceable(file, key=key)
     if sys.stdout is None and not args.quiet and any(one.file is None for one in found):
         raise UsageError("standard output is closed: write to a file with -o FILE, or leave the output out with -q")
     return found
@@ -167,27 +168,29 @@ def write_file(file: Path, text: str) -> None:
     write_text(file, text)
 
 
-def require_replaceable(file: Path, text: str = "") -> None:
+def require_replaceable(file: Path, text: str = "", key: str = "") -> None:
     """Raise UsageError for a file that fxamp did not write: by the mark at its end, or, of JSON, by its keys.
 
-    Without the text that is to take its place any JSON passes, and an empty file always does.
+    An empty file passes. Without the text that is to take its place any JSON does, or what has a key.
     """
     try:
         old = file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else ""
     except OSError:  # to write it says why
         return
-    if old and not old.endswith((MARK, _COMMENTED)) and not old.startswith(DEMO) and not _is_alike(old, text):
+    if old and not old.endswith((MARK, _COMMENTED)) and not old.startswith(DEMO) and not _is_alike(old, text, key):
         raise UsageError(
             f"{file} is there already, and is not what this command writes: give another file, or delete it first"
         )
 
 
-def _is_alike(old: str, text: str) -> bool:
+def _is_alike(old: str, text: str, key: str) -> bool:
     """Say whether JSON has half of the keys that other JSON has, as that of another version has."""
     try:
         before, now = json.loads(old), json.loads(text) if text else None
     except ValueError:
         return False
+    if key and not text:
+        return isinstance(before, dict) and key in before
     before, now = (value[0] if isinstance(value, list) and value else value for value in (before, now))
     if not before or not now:  # of no overflow, or of no row
         return True

@@ -199,8 +199,8 @@ def test_architectures_of_the_readme_are_counted_in_the_report() -> None:
     assert cells is not None
     outputs, gradients, capture, code, _, _, _, failed, run = map(int, cells[1].split("|"))
     pattern = (
-        r"of (\d+) architectures .*, (\d+) give its outputs and (\d+) its gradients .*\. Of the others, (\d+) differ as "
-        r"they do under `torch.compile` without fxamp, and (\d+) at ops that their plans name"
+        r"of (\d+) architectures .*, (\d+) give its outputs and (\d+) its gradients .*\. Of the others, (\d+) differ "
+        r"as they do under `torch.compile` without fxamp, and (\d+) at ops that their plans name"
     )
     readme = " ".join(text_of(README).split())
     told = re.search(pattern, readme)
