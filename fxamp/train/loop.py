@@ -31,11 +31,12 @@ _EPOCHS = (10, 300)  # as many steps as runs have epochs
 class Loop:
     """What a TrainStep left after its last micro-batch and its last window, compared with what the next one finds."""
 
+    _left_out: frozenset[str] | None = None  # names of the parameters that no optimizer had at first
+
     def __init__(self, model: nn.Module, options: Options) -> None:
         self._model, self._options = model, options
         self.said: set[str] = set()  # the subjects of what was said already, since each is said once
         self.begin()
-        self._left_out: set[str] | None = None  # names of what is trainable and in no optimizer, from the start
         self._look_for_untrained()
         self._warn_of_settings()
 
@@ -181,10 +182,10 @@ class Loop:
         trained = {id(p) for optimizer in self._options.optimizers for p in parameters(optimizer)}
         modules = [self._model, loss] if isinstance(loss, nn.Module) else [self._model]
         self._untrained = [p for module in modules for p in module.parameters() if id(p) not in trained]
-        named = {name: p for name, p in self._model.named_parameters() if p.requires_grad and id(p) not in trained}
+        named = {name: p.requires_grad for name, p in self._model.named_parameters() if id(p) not in trained}
         if self._left_out is None:
-            self._left_out = set(named)
-        new = [name for name in named if name not in self._left_out]
+            self._left_out = frozenset(named)  # on purpose, such as those of a second optimizer's step
+        new = [name for name, trainable in named.items() if trainable and name not in self._left_out]
         if new:
             more = f" and {len(new) - 1} more parameters" if len(new) > 1 else ""
             self.say(

@@ -467,7 +467,10 @@ def test_a_step_that_can_train_nothing_says_so_once(caplog: pytest.LogCaptureFix
 
 def test_parameters_that_are_left_out_from_the_start_are_not_named(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    model[1].requires_grad_(False)
     step = TrainStep(fxamp.convert(model, policy="O1,dtype=bf16"), loss_times, SGD(model[0].parameters(), 0.1))
+    step(X)
+    model[1].requires_grad_(True)  # as of a discriminator that another step trains
     nn.Linear(1, 1)  # registers parameters elsewhere
     step(X)
     step(X)
