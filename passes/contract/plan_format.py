@@ -107,9 +107,9 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         temporary.replace(target)
     except OSError as error:
-        if error.filename == str(temporary):
-            error.filename, error.filename2 = os.fspath(path), None  # the caller's file, not one that is of no concern
-        raise
+        if error.filename != str(temporary):
+            raise
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error  # the caller's file, not one of ours
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -475,3 +476,10 @@ def test_parameters_that_are_left_out_from_the_start_are_not_named(caplog: pytes
     step(X)
     step(X)
     assert not warned(caplog)
+
+
+def test_a_state_that_cannot_be_saved_is_named_by_its_file(tmp_path: Path) -> None:
+    place = tmp_path / "none" / "x.pt"
+    with pytest.raises(FileNotFoundError) as missing:
+        make_step()[1].save(place)
+    assert str(missing.value) == f"[Errno 2] No such file or directory: '{place}'"
