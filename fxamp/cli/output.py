@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import shutil
 import sys
@@ -20,10 +19,8 @@ from .usage import UsageError
 DONE, FOUND, UNKNOWN = 0, 1, 2  # exit statuses
 PATIENCE = 2.0  # seconds
 _COLOURS = {"+": "32", "-": "31", "!": "33", "@": "36", "=": "36"}  # of a line, by its first character
-DEMO = "# fxamp demo"  # the first line of the demo's file
-MARK = "Written by fxamp."  # the end of a text, by which a file is known that may be replaced
-_COMMENTED = f"<!-- {MARK} -->"
-_MARKS = {"text": MARK, "github": MARK, "markdown": _COMMENTED, "html": _COMMENTED, "junit": _COMMENTED}
+# What outputs are called; a file of another kind, as a source or a checkpoint, is nobody's to replace.
+_REPLACEABLE = {"", ".github", ".htm", ".html", ".json", ".log", ".markdown", ".md", ".sarif", ".txt", ".xml"}
 _FOR_PROGRAMS = ("json", "sarif", "html", "junit")  # the formats that say, or are by definition, UTF-8
 
 
@@ -63,10 +60,9 @@ def outputs_of(args: argparse.Namespace) -> list[Output]:
         if one.file in [other.file for other in found[:at]]:
             where = "standard output" if one.file is None else str(one.file)
             raise UsageError(f"two outputs go to {where}: give each a file of its own, as --output FORMAT=FILE")
-    saves = ((getattr(args, option, None), key) for option, key in (("save_plan", "decisions"), ("save", "ran")))
-    for file, key in (*((one.file, "") for one in found), *saves):
+    for file in (*(one.file for one in found), getattr(args, "save_plan", None), getattr(args, "save", None)):
         if file is not None:  # a search of an hour is not refused at its end
-            require_replaceable(file, key=key)
+            require_replaceable(file)
     if sys.stdout is None and not args.quiet and any(one.file is None for one in found):
         raise UsageError("standard output is closed: write to a file with -o FILE, or leave the output out with -q")
     return found
@@ -142,8 +138,7 @@ def write(
             continue
         text = own.get(output.form, harmless.lines)(made.rstrip("\n"))
         if output.file is not None:
-            end = f"\n{mark}\n" if (mark := _MARKS.get(output.form)) else ""
-            write_file(output.file, f"{text}\n{end}")
+            write_file(output.file, f"{text}\n")
         elif text:
             _print(paint(f"{text}\n") if output.form == "text" and _has_colours() else f"{text}\n", output.form)
 
@@ -157,46 +152,16 @@ def _write_pair(output: Output, graph: str, data: str) -> None:
 
 
 def write_file(file: Path, text: str) -> None:
-    """Write a file, whole or not at all.
-
-    Raises:
-        UsageError: A file is there that fxamp did not write.
-    """
+    """Write a file, whole or not at all."""
     from passes.contract.plan_format import write_text
 
-    require_replaceable(file, text)
     write_text(file, text)
 
 
-def require_replaceable(file: Path, text: str = "", key: str = "") -> None:
-    """Raise UsageError for a file that fxamp did not write: by the mark at its end, or, of JSON, by its keys.
-
-    An empty file passes. Without the text that is to take its place any JSON does, or what has a key.
-    """
-    try:
-        old = file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else ""
-    except OSError:  # to write it says why
-        return
-    if old and not old.endswith((MARK, _COMMENTED)) and not old.startswith(DEMO) and not _is_alike(old, text, key):
-        raise UsageError(
-            f"{file} is there already, and is not what this command writes: give another file, or delete it first"
-        )
-
-
-def _is_alike(old: str, text: str, key: str) -> bool:
-    """Say whether JSON has half of the keys that other JSON has, as that of another version has."""
-    try:
-        before, now = json.loads(old), json.loads(text) if text else None
-    except ValueError:
-        return False
-    if key and not text:
-        return isinstance(before, dict) and key in before
-    before, now = (value[0] if isinstance(value, list) and value else value for value in (before, now))
-    if not before or not now:  # of no overflow, or of no row
-        return True
-    if not isinstance(before, dict) or not isinstance(now, dict):
-        return False
-    return 2 * len(before.keys() & now.keys()) >= len(before)
+def require_replaceable(file: Path) -> None:
+    """Raise UsageError for a file that is there, and is of a kind that no output has."""
+    if file.suffix.lower() not in _REPLACEABLE and file.is_file():
+        raise UsageError(f"{file} is there already, and {file.suffix} is no output of fxamp: give another file")
 
 
 def _print(text: str, form: str) -> None:

@@ -8,7 +8,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from .output import DONE, aside, require_replaceable, to_stderr, waiting, width, write
+from .output import DONE, aside, to_stderr, waiting, width, write
 from .usage import POLICY, TARGET, UsageError, add_device, levels
 
 SUMMARY = "Show the dtype of every node, and the reason."
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     unknown = [name for name in args.print_after if name not in NAMES]
     if unknown:
         raise UsageError(f"--print-after: there is no pass {unknown[0]!r}{nearest(unknown[0], NAMES)}; {list(NAMES)}")
-    saves = None if args.save_plan is None else Path(os.path.abspath(args.save_plan))
+    saves = None if args.save_plan is None else os.path.abspath(args.save_plan)
     if args.target.endswith(".json"):
         for option, given in (("--policy", args.policy or args.device), ("--print-after", args.print_after)):
             if given:
@@ -64,7 +64,6 @@ def run(args: argparse.Namespace) -> int:
             plan, record = with_totals(module)
             made = Report(replace(plan, totals={}), (), record, model_name(module))
     if saves is not None:
-        require_replaceable(saves, plan.to_json())
         plan.save(saves)
     only = {"modules": args.module, "ops": args.op, "colours": args.colour, "reasons": args.reason}
     made.record.chosen(**only)  # what matches nothing is an error in every format

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from .output import DONE, aside, require_replaceable, waiting, width, write
+from .output import DONE, aside, waiting, width, write
 from .usage import POLICY, UsageError, add_step, tolerance
 
 SUMMARY = "Find the plan that casts the fewest bytes within a budget of error, or under a bound of a metric."
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("tune: --metric and --bound go together")
     if args.metric is not None and args.tolerance is not None:
         raise UsageError("tune: give --tolerance, or --metric and --bound")
-    saves = None if args.save_plan is None else Path(os.path.abspath(args.save_plan))
+    saves = None if args.save_plan is None else os.path.abspath(args.save_plan)
     with aside(), waiting(args, f"searching a plan for {args.target}"):  # standard output is for the plan alone
         model, options = step_asked(args, "tune")
         if args.metric is not None:
@@ -49,7 +49,6 @@ def run(args: argparse.Namespace) -> int:
         else:
             plan = tune(model, **options, tolerance=args.tolerance or "autocast", policies=args.policy)
     if saves is not None:
-        require_replaceable(saves, plan.to_json())
         plan.save(saves)
     made = report(plan)
     said = [note.removeprefix(f"{CERTIFICATE}: ") for note in plan.notes if note.startswith(CERTIFICATE)]

@@ -116,7 +116,7 @@ def test_output_goes_to_the_file_instead(here: Path, capsys: Capture, verb: list
     printed = capsys.readouterr().out
     assert main([*verb, "-o", "out.txt"]) == status
     assert capsys.readouterr().out == ""
-    assert (here / "out.txt").read_text(encoding="utf-8") == f"{printed}\nWritten by fxamp.\n"
+    assert (here / "out.txt").read_text(encoding="utf-8") == printed
 
 
 @pytest.mark.parametrize("option", ["-o", "--save-plan"])
@@ -318,7 +318,7 @@ def test_demo_is_given_a_file(here: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "fxamp.demo", demo)
     assert main(["demo", "-o", "out.md"]) == 0
     assert main(["demo"]) == 0
-    assert calls == [{"output": Path("out.md").absolute()}, {"output": Path("fxamp-demo.md")}]
+    assert calls == [{"output": Path("out.md").absolute()}, {"output": None}]
 
 
 @pytest.mark.parametrize(("option", "shown"), [("--version", "fxamp "), ("--help", "usage: fxamp")])

@@ -199,41 +199,19 @@ def test_a_format_of_another_verb_is_an_error_and_no_file(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("file", "words"),
-    [
-        ("net.py", ["report", "plan.json", "-o", "net.py"]),
-        ("net.py", ["report", "plan.json", "--save-plan", "net.py"]),
-        ("notes.md", ["report", "plan.json", "--output", "markdown=notes.md"]),
-        ("notes.md", ["demo", "-o", "notes.md"]),
-        ("fxamp-demo.md", ["demo"]), ("data.json", ["report", "plan.json", "--output-format=json", "-o", "data.json"]),
-        ("data.json", ["report", "plan.json", "--save-plan", "data.json"]),
-        ("graph.node_data.json", ["report", "plan.json", "--output", "model-explorer=graph.json"]),
-    ],
-)  # fmt: skip
-def test_a_file_that_fxamp_did_not_write_stays(
+@pytest.mark.parametrize("file", ["net.py", "pyproject.toml", "model.pt", "look.ipynb"])
+@pytest.mark.parametrize("words", [["-o"], ["--save-plan"], ["--output-format=json", "-o"]])
+def test_a_source_or_a_checkpoint_is_not_replaced(
     plan: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], file: str, words: list[str]
 ) -> None:
     monkeypatch.chdir(plan.parent)
-    mine = json.dumps({"mine": 1, "version": 2, "name": "x"}) if file.endswith(".json") else "# mine\n"
-    Path(file).write_text(mine, encoding="utf-8")
-    assert main(words) == 2
+    Path(file).write_text("# mine\n", encoding="utf-8")
+    assert main(["report", "plan.json", *words, file]) == 2
     error = capsys.readouterr().err
-    assert file in error
-    assert "give another file, or delete it first" in error
-    assert Path(file).read_text(encoding="utf-8") == mine
-
-
-@pytest.mark.parametrize("form", ["text", "markdown", "json", "html", "model-explorer"])
-def test_what_fxamp_wrote_is_replaced(plan: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
-    monkeypatch.chdir(plan.parent)
-    Path("out.json").touch()  # an empty file is nobody's
-    words = ["report", str(plan), f"--output={form}=out.json", "--save-plan=saved.json"]
-    assert main(words) == 0
-    before = Path("out.json").read_bytes()
-    assert main([*words, "--op=linear"]) == 0
-    assert len(before) > 100
-    assert Path("saved.json").is_file()
+    assert f"{file} is there already" in error
+    assert "give another file" in error
+    assert Path(file).read_text(encoding="utf-8") == "# mine\n"
+    assert main(["report", "plan.json", *words, f"other{Path(file).suffix}"]) == 0  # nothing is there
 
 
 def test_a_folder_that_is_missing_is_named_by_the_file(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
