@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from ..report.gate.budget import Budget
     from ..report.gate.gate import Outcome
+    from ..train.step import TrainStep
 
 SUMMARY = "Compare models with their committed plans, budgets and censuses; exit with 1 on a difference."
 FORMATS = ("text", "markdown", "json", "github", "junit", "sarif")
@@ -184,13 +185,13 @@ def _plan_policy(target: Target) -> str | None:
 
 
 def _planned(
-    target: Target, budgets: list[Budget], update: bool, counts: dict[str, float], made: nn.Module | None,
+    target: Target, budgets: list[Budget], update: bool, counts: dict[str, float], made: nn.Module | TrainStep | None,
 ) -> Outcome:  # fmt: skip
-    """Compare the plan of a target; with `made`, of a module that is converted already."""
+    """Compare the plan of a target; with `made`, of a module that is converted already, or of a step that has run."""
     from ..report.gate.gate import check
     from .target import converted
 
-    def make(replayed: Plan | None) -> nn.Module:
+    def make(replayed: Plan | None) -> nn.Module | TrainStep:
         return made if made is not None else converted(target.target, _plan_policy(target), target.device, replayed)
 
     return check(target.name, make, target.plan, budgets, update, counts, target.strict)
@@ -211,7 +212,7 @@ def _ran(
 
     given, inputs, compared = step_of(load_target(target.target), "check: --run needs a batch")
     whole = given if isinstance(given, nn.Module) else getattr(given, "model", None)
-    own = whole if isinstance(whole, nn.Module) and converted_in(whole) else None
+    own = given if isinstance(whole, nn.Module) and converted_in(whole) else None
     with under(given, target.policy, "O1" if target.run else AUTOCAST) as (model, _):
         found = census(model, inputs, compared)
     if target.run and found.planned is None:

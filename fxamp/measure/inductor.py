@@ -77,7 +77,7 @@ class Graph:
     kind: Kind
     counts: Counts
     inputs: int = 0
-    stored: tuple[Mapping[str, str], ...] = ()
+    stored: tuple[Mapping[str, Any], ...] = ()
 
 
 _Pass: Any = getattr(

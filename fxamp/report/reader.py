@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import TypeAlias, Union
+from typing import TypeAlias, Union, cast
 
 from torch import nn
 from torch.fx import GraphModule
@@ -15,32 +15,41 @@ from passes.contract.plan import Plan
 from ..capture.emitted import record_on
 from ..capture.graphs import is_compiled
 from ..convert import converted_in, graphs, plan_of
+from ..train.step import TrainStep
 from ..view.graphs import bound, captured_of, numbered
 from ..view.view import is_view, runner_of
 from .record.build import Emitted
 from .record.build import record_of as record_of_plan
 from .record.record import TOTALS, Record
 
-Readable: TypeAlias = Union[Plan, nn.Module, str, "os.PathLike[str]"]
+Readable: TypeAlias = Union[Plan, nn.Module, TrainStep, str, "os.PathLike[str]"]
 
 
 def plan_in(value: object) -> Plan | None:
-    """Find the plan in an argument: the plan itself, the path of one, or a module that has one; else None."""
+    """Find the plan in an argument: the plan, the path of one, or a module or a step that has one; else None."""
     if isinstance(value, Plan):
         return value
     if isinstance(value, str | os.PathLike):
         return Plan.load(value)
-    if not isinstance(value, nn.Module):
+    module = module_in(value)
+    if module is None or not (converted_in(module) or any(map(is_compiled, module.modules()))):
         return None
-    return plan_of(value) if converted_in(value) or any(map(is_compiled, value.modules())) else None
+    return value.plan() if isinstance(value, TrainStep) else plan_of(module)
 
 
-def emitted(module: nn.Module) -> list[Emitted]:
+def module_in(value: object) -> nn.Module | None:
+    """Find the module in an argument: the module itself, or that of a step; else None."""
+    found = value.converted_model if isinstance(value, TrainStep) else value
+    return found if isinstance(found, nn.Module) else None
+
+
+def emitted(given: object) -> list[Emitted]:
     """Return the graphs of a converted model, numbered as in its plan; none for one that torch.compile returned."""
-    found = converted_in(module)
+    module = module_in(given)
+    found = [] if module is None else converted_in(module)
     if not found or found[0][0]:
         return []
-    made = [(gm, record) for gm in graphs(module) if (record := record_on(gm)) is not None]
+    made = [(gm, record) for gm in graphs(cast("nn.Module", module)) if (record := record_on(gm)) is not None]
     once = {record["number"]: (gm, record) for gm, record in reversed(made)}  # of states that share a part of the plan
     out = []
     for number, (gm, record) in sorted(once.items()):
@@ -61,28 +70,27 @@ def captured_and_emitted(view: object) -> list[tuple[str, GraphModule, GraphModu
 
 def record_of(given: object, plan: Plan | None = None) -> Record:
     """Return the record of a converted module; or of a plan, without sizes and the places of casts."""
-    if isinstance(given, nn.Module):
-        return record_of_plan(plan or plan_of(given), emitted(given), given)
     found = plan or plan_in(given)
-    assert found is not None, "a plan, or the path of one"
-    return record_of_plan(found)
+    assert found is not None, "a plan, the path of one, or what has one"
+    return record_of_plan(found, emitted(given), module_in(given))
 
 
 def model_name(given: object) -> str:
     """Return the name of the class of the model that was converted."""
-    runner = runner_of(given)
+    runner = runner_of(module_in(given))
     return type(runner.model).__name__ if runner is not None else "model"
 
 
-def with_totals(module: nn.Module) -> tuple[Plan, Record]:
-    """Return the plan of a converted module with its totals, and its record.
+def with_totals(given: nn.Module | TrainStep) -> tuple[Plan, Record]:
+    """Return the plan of a converted module, or of a step of one, with its totals, and its record.
 
     A model of one state has the totals by name; one of several has those of each, as "casts (evaluation)". Where no
     sizes are known, the totals count decisions only.
     """
-    record = record_of(module)
+    plan = plan_in(given) or plan_of(cast("nn.Module", given))  # which says that it was not converted
+    record = record_of(given, plan)
     totals = {
         f"{key} ({state.name})" if len(record.states) > 1 else key: value
         for state in record.states for key in TOTALS if (value := getattr(state.totals, key)) is not None
     }  # fmt: skip
-    return replace(plan_of(module), totals=totals), record
+    return replace(plan, totals=totals), record

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -88,6 +89,7 @@ class Report:
             parts += text.lines(found)
         if nodes:
             parts += text.nodes(found)
+            parts += text.stored([s for s in self.plan.stored if not modules or _is_in(s.module, modules)])
         if edits:
             parts += text.edits(self.plan)
         return text.joined(parts)
@@ -140,7 +142,8 @@ class Report:
         shown = self.record.chosen(**only) if any(only.values()) else None
         ran = None if census is None else json.loads(census.to_json())
         moved = None if errors is None else errors.by("key")
-        return page(self.record, self.model, self.training, shown, ran, moved)
+        facts = (*self.training, *(("stored in 16 bits", str(each)) for each in self.plan.stored))
+        return page(self.record, self.model, facts, shown, ran, moved)
 
     def _repr_html_(self) -> str:
         """Show the page in a notebook."""
@@ -156,12 +159,19 @@ class Report:
 
     def _made(self) -> dict[str, object]:
         """Return how the plan was made, and what the figures are."""
-        r = self.record
+        r, stored = self.record, Counter(each.part for each in self.plan.stored)
         dtypes = {"fake": "recomputed by torch, without values", "symbolic": "by the rules alone"}[r.verified]
-        return {"policy": r.policy, "capture": r.capture, "dtypes": dtypes, "torch": r.torch, "figures": r.stage}
+        beside = {"stored in 16 bits": ", ".join(f"{n} {part}" for part, n in stored.items())} if stored else {}
+        made = {"policy": r.policy, "capture": r.capture, "dtypes": dtypes, "torch": r.torch, "figures": r.stage}
+        return {**made, **beside}
 
 
-def report(converted_or_plan: Readable | TrainStep) -> Report:
+def _is_in(path: str, modules: Sequence[str]) -> bool:
+    """Say whether a path is that of a module among some, or of one below it."""
+    return any(f"{path}.".startswith(f"{module}.") for module in modules)
+
+
+def report(converted_or_plan: Readable) -> Report:
     """Report on a plan, a saved plan, a converted or compiled module, or a TrainStep of such a module.
 
     Args:
@@ -181,13 +191,12 @@ def report(converted_or_plan: Readable | TrainStep) -> Report:
         policy                    O1,dtype=bf16,device=cpu
         ...
     """
-    step = converted_or_plan if isinstance(converted_or_plan, TrainStep) else None
-    given = step.converted_model if step is not None else converted_or_plan
-    plan = plan_in(given)
+    given = converted_or_plan
+    step, plan = given if isinstance(given, TrainStep) else None, plan_in(given)
     if plan is None and step is not None:
         raise FxampError(
-            f"report: {type(given).__name__} is not converted, so this TrainStep trains it in FP32, and there is no "
-            "plan; give TrainStep what fxamp.convert or fxamp.compile returned"
+            f"report: {type(step.converted_model).__name__} is not converted, so this TrainStep trains it in FP32, and "
+            "there is no plan; give TrainStep what fxamp.convert or fxamp.compile returned"
         )
     if plan is None:
         raise FxampError(

@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from passes._torch import OpOverload, example_of
+from passes.contract.errors import PlanError
+from passes.contract.plan import Plan, Stored
 from passes.contract.policy import Policy, dtype_name, module_override, type_names
 from passes.graph.values import frames
 
@@ -40,38 +42,26 @@ _MOVES = {
 _GENERATED = {"cat", "embedding", "index", "index_put", "scatter", "scatter_add"}
 
 
-@dataclass(frozen=True)
-class Stored:
-    """A value that a compiled step stores in 16 bits, where O1 stores FP32.
-
-    Attributes:
-        part: "saved" for backward, or handed on in "backward" by one kernel to a later one.
-        name: Its name in the joint graph of forward and backward.
-        module: The path of the module that computes it, or whose backward does; "" for none, as for sums of gradients.
-        line: The author's line that it comes from, as "net.py:12"; "" where torch does not know it.
-        dtype: The dtype that it is stored in.
-    """
-
-    part: str
-    name: str
-    module: str
-    line: str
-    dtype: str
-
-    def __str__(self) -> str:
-        return f"{self.part} {self.name} in {self.dtype}: {self.module or '(no module)'}, {self.line or '(no line)'}"
-
-
 def why_not(runners: Sequence[Runner], settings: CompileSettings) -> str:
-    """Return why the plan of an eager O2 is compiled for some views, and not O1's, with what is stored in 16 bits."""
+    """Return why the plan of an eager O2 is compiled for some views, and not O1's, with what is stored in 16 bits.
+
+    Or why of a plan that stores values so its decisions alone are.
+    """
+    if reason := _why_not(runners, settings):
+        return f"the plan's values are not stored in 16 bits, since {reason}" if stored_by_plans(runners) else reason
+    return ""
+
+
+def _why_not(runners: Sequence[Runner], settings: CompileSettings) -> str:
     if settings.backend != "inductor":
         return f"'{settings.name}' is asked to compile, of which it is not known what it stores"
     if not all(map(is_o2, runners)):
         return "not all views in the graph follow O2"
     if any(runner.graphs.low != torch.bfloat16 for runner in runners):
         return "FP16 does not have the range of values that are stored in FP32"
-    if any(runner.graphs.replayed is not None for runner in runners):
-        return "a plan is carried out"
+    plans = [runner.graphs.replayed for runner in runners]
+    if any(plans) and not all(plan is not None and plan.stored for plan in plans):
+        return "a plan is carried out, in which nothing is stored so"
     from .partitioner import theirs
 
     return theirs(settings.options)
@@ -83,26 +73,57 @@ def is_o2(runner: Runner) -> bool:
     return level.stores_low and not level.rounds_sensitive
 
 
-def options_for(runners: Sequence[Runner]) -> dict[str, Any]:
-    """Return the options of Inductor under which it stores in 16 bits what later kernels read."""
+def stored_by_plans(runners: Sequence[Runner]) -> tuple[Stored, ...]:
+    """Return what the plans of views store in 16 bits beside; those of parts of one plan say the same."""
+    plans = [runner.graphs.replayed for runner in runners]
+    return tuple(dict.fromkeys(each for plan in plans if plan is not None for each in plan.stored))
+
+
+def refuse_missing(stored: Collection[Stored], runners: Sequence[Runner]) -> None:
+    """Raise PlanError if a step does not store what the plans of its views do."""
+    ours = set(map(_place, stored))
+    missing = [each for each in stored_by_plans(runners) if _place(each) not in ours]
+    if missing:
+        made = next(r.graphs.replayed.torch_version for r in runners if isinstance(r.graphs.replayed, Plan))
+        raise PlanError(
+            f"the plan stores in 16 bits what the joint graph of this step does not have, with torch "
+            f"{torch.__version__} (the plan was made with {made}): {missing[0]}; {len(missing)} missing. Make a new "
+            "plan: convert the model by a policy, and save the plan() of its compiled step."
+        )
+
+
+def _place(stored: Stored) -> tuple[Any, ...]:
+    return stored.graph, stored.part, stored.name, stored.module, stored.dtype
+
+
+def options_for(runners: Sequence[Runner], graph: int) -> dict[str, Any]:
+    """Return the options of Inductor under which it stores in 16 bits what later kernels of a graph read.
+
+    It is the one of that place among the graphs of a call.
+    """
     from .partitioner import options_with
 
-    return options_with(AtRest(torch.bfloat16, tuple(runner.graphs.policy for runner in runners)), __file__)
+    choice = stored_by_plans(runners)
+    only = tuple((s.part, s.name, s.module) for s in choice if s.graph == graph) if choice else None
+    policies = tuple(runner.graphs.policy for runner in runners)
+    return options_with(AtRest(torch.bfloat16, policies, only=only), __file__)
 
 
 @dataclass(frozen=True)
 class AtRest:
     """Stores in a low dtype what is "saved" for backward, and what kernels of "backward" hand on.
 
-    What lies in a module that one of the `policies` keeps in FP32 is stored so.
+    What lies in a module that one of the `policies` keeps in FP32 is stored so. With `only`, what is stored has been
+    chosen: its part, its name and the path of its module. How large it is does not matter then.
     """
 
     low: torch.dtype
     policies: tuple[Policy, ...] = ()
     parts: tuple[Part, ...] = PARTS
+    only: tuple[tuple[str, str, str], ...] | None = None
 
     def __str__(self) -> str:
-        return " ".join((dtype_name(self.low), *self.parts, *map(str, self.policies)))
+        return f"{dtype_name(self.low)} {self.parts} {self.only} {' '.join(map(str, self.policies))}"
 
     def __call__(self, graph: Graph, saved: Collection[str], outputs: int) -> None:
         """Round what is stored in a joint graph, in place.
@@ -112,9 +133,7 @@ class AtRest:
         from ..measure.inductor import STORED  # imports Inductor
 
         for node, (part, readers) in self._chosen(graph, saved, outputs).items():
-            stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-            path, _ = next(reversed(stack.values()), ("", None))
-            stored = Stored(part, node.name, str(path), _line(node), dtype_name(self.low))
+            stored = Stored(part, node.name, _module(node), _line(node), dtype_name(self.low))
             _store(graph, node, readers, self.low).meta[STORED] = asdict(stored)
 
     def _chosen(self, graph: Graph, saved: Collection[str], outputs: int) -> dict[Node, tuple[Part, list[Node]]]:
@@ -122,19 +141,25 @@ class AtRest:
         kernels, repeated = _kernels(graph), _repeated(graph)
         forward, gradients = _forward(graph, outputs), _gradients(graph)
         chosen: dict[Node, tuple[Part, list[Node]]] = {}
+        named = None if self.only is None else {name for _, name, _ in self.only}
         for node in graph.nodes:
-            if not _computes(node) or _elements(node) < LEAST or node in repeated or self._keeps(node):
+            if not _computes(node) or self._keeps(node):
+                continue
+            if node.name not in named if named is not None else _elements(node) < LEAST or node in repeated:
                 continue
             read = [each for each in _readers(node) if _reads_fp32(each[1])]
             later = [user for user, reader, _ in read if kernels[reader] - _starts(reader) > kernels[node]]
             part: Part = "backward"
             if node not in gradients:
                 part, of_forward = "saved", forward.isdisjoint(later)
-                later = [
-                    user for user, reader, views in read
-                    if reader not in forward and any(each.name in saved for each in (node, *views))
-                ] if of_forward else []  # else forward stores it in FP32 in any case  # fmt: skip
-            if later and part in self.parts:
+                of_backward = [(user, {node.name, *(v.name for v in views)}) for user, reader, views in read
+                               if reader not in forward]  # fmt: skip
+                later = [user for user, names in of_backward if not names.isdisjoint(saved)]
+                if self.only is not None and not later:  # with these sizes it would be recomputed
+                    later = [user for user, _ in of_backward]
+                later = later if of_forward else []  # else forward stores it in FP32 in any case
+            wanted = part in self.parts if self.only is None else (part, node.name, _module(node)) in self.only
+            if later and wanted:
                 chosen[node] = part, list(dict.fromkeys(later))
         return chosen
 
@@ -270,6 +295,13 @@ def _repeated(graph: Graph) -> set[Node]:
             if any(u in found or _elements(u) > _elements(node) for u in inside):
                 found.add(node)
     return found
+
+
+def _module(node: Node) -> str:
+    """Return the path of the module that a node was traced in, or whose backward it is."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    path, _ = next(reversed(stack.values()), ("", None))
+    return str(path)
 
 
 def _line(node: Node) -> str:

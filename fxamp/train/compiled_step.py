@@ -22,6 +22,7 @@ from torch.fx import GraphModule, Node
 
 from passes._torch import pytree
 from passes.contract.errors import PolicyError
+from passes.contract.plan import Stored
 from passes.contract.policy import Level
 from passes.graph.notes import is_inserted
 from passes.graph.values import LOW_DTYPES, dtypes_of, no_autocast
@@ -36,7 +37,7 @@ from ..view.leaves import Leaves
 from ..view.runner import Runner
 from ..view.traced import convert_views, traced
 from ..view.view import is_view, runner_of
-from .at_rest import Stored, is_o2, options_for, why_not
+from .at_rest import is_o2, options_for, refuse_missing, stored_by_plans, why_not
 from .compiled_update import Compiled, CompiledUpdate
 from .compiler import CompileSettings, Counted, Region
 from .weights import WeightCasts
@@ -97,6 +98,7 @@ class CompiledStep:
         self._inlined: list[Runner] = []  # in the present call
         self._graphs: list[Graph] = []  # the graphs of views that were captured here
         self._hooks = HookWatch(model)
+        self._stores_anew = False  # a graph was compiled, of which it was not looked at what it stores
         self._registered, self._named = -2, list[tuple[str, nn.Parameter]]()
 
     @property
@@ -128,7 +130,7 @@ class CompiledStep:
 
         That is how a compiled step follows O2; `not_at_rest` says why it follows the plan of an eager O2 instead.
         """
-        return tuple(Stored(**each) for each in self.loss.kernels.stored)
+        return tuple(replace(Stored(**each), graph=at) for at, each in self.loss.kernels.stored)
 
     @property
     def regions(self) -> tuple[Counted, ...]:
@@ -165,6 +167,9 @@ class CompiledStep:
     def after_backward(self, last: bool) -> None:
         """Add the gradients of a micro-batch up at the weights, unless the update reads them: those of the `last`."""
         self.loss.kernels.after_backward()
+        if self._stores_anew:
+            refuse_missing(self.stored, self._runners)
+            self._stores_anew = False
         self.update.region.kernels.ran.clear()
         if not last:
             self.leaves.arrive(self.update.add)
@@ -197,10 +202,11 @@ class CompiledStep:
             return plain
         eager = self.settings.backend == "eager"
         settings, level = self.settings, None  # of the views' own policies
-        if any(map(is_o2, self._inlined)):
+        if any(map(is_o2, self._inlined)) or stored_by_plans(self._inlined):
             self.not_at_rest = why_not(self._inlined, settings)
             if not self.not_at_rest:
-                more = options_for(self._inlined)
+                self._stores_anew = True
+                more = options_for(self._inlined, graph=len(self.loss.kernels.ran))
                 settings, level = replace(settings, options={**settings.options, **more}), Level.O1
         parts = convert_views(gm, inputs, self._inlined, self._graphs, eager=eager, level=level)
         _detach_outputs(gm, as_computed=self.output == "low")

@@ -59,10 +59,6 @@ def compiled_rows(compiled: CompiledStep | None) -> list[tuple[str, str]]:
         rows.append(("no weights as leaves", compiled.leaves.reason))
     if compiled.not_at_rest:
         rows.append(("O2 as when uncompiled", compiled.not_at_rest))
-    elif stored := compiled.stored:
-        rows += [("stored in 16 bits", str(each)) for each in stored[:_SHOWN]]
-        if len(stored) > _SHOWN:
-            rows.append(("stored in 16 bits", f"{len(stored) - _SHOWN} more, listed in step.compiled.stored"))
     if compiled.cuda_graph:
         rows.append(("CUDA graph", compiled.cuda_graph))
     for region in compiled.regions:

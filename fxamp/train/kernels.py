@@ -49,10 +49,13 @@ class Kernels:
         return sum((graph.counts for records in self.ran for graph in records), Counts())
 
     @property
-    def stored(self) -> list[Mapping[str, str]]:
-        """What the backward graphs of the last call read that was stored as no dtype of theirs says."""
-        graphs = (graph for records in self.ran for graph in records if graph.kind == "backward")
-        return [each for graph in graphs for each in graph.stored]
+    def stored(self) -> list[tuple[int, Mapping[str, Any]]]:
+        """What the backward graphs of the last call read that was stored as no dtype of theirs says.
+
+        Each has the place of its graph among those of the call.
+        """
+        backward = ((at, g) for at, records in enumerate(self.ran) for g in records if g.kind == "backward")
+        return [(at, each) for at, graph in backward for each in graph.stored]
 
     def _set_mark(self) -> None:
         if self._records:

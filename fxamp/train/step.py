@@ -14,6 +14,7 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -28,12 +29,13 @@ from passes.contract.devices import DEVICES
 from passes.contract.errors import PolicyError, public
 from passes.contract.plan import Plan
 from passes.contract.plan_format import replacing
-from passes.contract.policy import Policy
+from passes.contract.policy import Level, Policy
 from passes.graph.values import no_autocast
 
 from .._torch import is_spread
 from ..capture.graphs import is_compiled
 from ..census.census import CallCensus
+from ..convert import plan_of
 from ..errors import ScaleCollapseError, names_arguments
 from ..observe.workload import require_loss
 from ..view.switch import policies_in_force, switch_views
@@ -139,7 +141,7 @@ class TrainStep:
             gradients are zeroed in place after a window, since Inductor's CUDA graphs have recorded their addresses,
             and one that a window does not compute is zero, not None. `compiled` counts graphs, breaks, recompiles and
             uncompiled functions, and `compiled.counts` kernels, casts among them, and bytes. O2 in BF16 is, compiled by
-            Inductor, O1 whose saved values and gradients are stored in 16 bits: `compiled.stored` lists these.
+            Inductor, O1 whose saved values and gradients are stored in 16 bits: `plan()` lists these.
         output: What a compiled step keeps of the model's output, detached: None for nothing; "low" for what was
             computed, in 16 bits where it was; "full" for the dtypes of the model itself. What is kept is stored, which
             large logits are worth only where something reads them. Uncompiled, `result.output` has the output.
@@ -297,6 +299,24 @@ class TrainStep:
         """The converted module inside a wrapper such as DistributedDataParallel; without one, the model itself."""
         inside = self.weights.parts
         return inside[0] if len(inside) == 1 else self.model
+
+    def plan(self) -> Plan:
+        """Return what was decided on the graphs of the model, and what the compiled step stores in 16 bits beside.
+
+        Where it stores such values, the plan is one of O2. A step of a view that `fxamp.convert(model, plan=...)`
+        returned then stores exactly these.
+
+        Raises:
+            CaptureError: The model is not converted, or nothing of it was captured yet: call the step first.
+
+        Example:
+            >>> step(x, y).stepped, step.plan().decisions == fxamp.plan_of(converted).decisions
+            (True, True)
+        """
+        plan, stored = plan_of(self.converted_model), () if self.compiled is None else self.compiled.stored
+        if not stored:
+            return replace(plan, stored=())
+        return replace(plan, policy=replace(plan.policy, level=Level.O2), stored=stored)
 
     def __call__(
         self, inputs: Any, target: Any = None, *, scale: float | None = None, weight: Weight = UNWEIGHTED

@@ -137,7 +137,8 @@ class Function:
                 node.meta["stack_trace"] = _OURS.sub("", trace)
         if in_region := call is not None and not graphs.in_region():
             _enter_region(gm, graphs.device)
-        replaying = None if graphs.replayed is None else Replaying(graphs.replayed, graphs, model, self.method, broke)
+        plan = graphs.replayed
+        replaying = None if plan is None else Replaying(plan, graphs, model, self.method, whole=not broke)
         self._note_lowered(model)
         graph = rewrite(
             gm, inputs, graphs.policy, method=self.method, runs_on=graphs.device, in_region=in_region,

@@ -127,11 +127,11 @@ def plan_of(runner: Runner, decided: Callable[[Graph], Plan] = lambda graph: gra
         *covered,
     )
     replayed = runner.graphs.replayed
-    certified = {} if replayed is None else replayed.certificate
     return replace(
         plan,
         notes=tuple(dict.fromkeys(notes)),
-        certificate=certified,
+        certificate={} if replayed is None else replayed.certificate,
+        stored=() if replayed is None else replayed.stored,
         complete=not refused and all(each.graphs.complete and not each.graphs.as_written for each in views),
     )
 

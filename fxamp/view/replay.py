@@ -21,12 +21,15 @@ OR = " or "  # between the states that have the same decisions, in the name of a
 
 
 class Replaying:
-    """Finds the part of a plan for one graph of a model, beside the graphs that were captured before."""
+    """Finds the part of a plan for one graph of a model, beside the graphs that were captured before.
 
-    def __init__(self, plan: Plan, graphs: Sequence[Graph], model: nn.Module, method: str, broke: str) -> None:
+    One that is not the `whole` of a call, or is a part of a larger graph, has some of the nodes of its part.
+    """
+
+    def __init__(self, plan: Plan, graphs: Sequence[Graph], model: nn.Module, method: str, whole: bool) -> None:
         self._plan, self._state, self._part = plan, state_of(model, method), plan
         known = place_of(plan, self._state) is not None if plan.states else not graphs
-        self._exact = known and not broke and all(graph.state != self._state for graph in graphs)
+        self._exact = known and whole and all(graph.state != self._state for graph in graphs)
 
     def __call__(self, graph: Any) -> tuple[Plan | None, bool]:
         """Return the part of the plan for an FX graph, and whether it is of this very graph."""

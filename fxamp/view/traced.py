@@ -30,6 +30,7 @@ from ..capture.graph import Graph
 from ..capture.outputs import leaving
 from ..observe.watch import Part
 from .function import function_of
+from .replay import Replaying
 from .runner import Runner
 
 _MARK = {"cache_enabled": False}  # by which the region of a view is told from those of the author
@@ -172,7 +173,12 @@ def _rewritten(runner: Runner, part: GraphModule, examples: list[Any], level: Le
         with no_autocast() if _marked(part.graph) else contextlib.nullcontext():
             policy = runner.graphs.policy
             policy = policy if level is None else replace(policy, level=level)
-            return rewrite(part, examples, policy, runs_on=runner.graphs.device)
+            plan, model = runner.graphs.replayed, runner.model
+            replaying = None if plan is None else Replaying(plan, runner.graphs, model, "", whole=False)
+            graph = rewrite(part, examples, policy, runs_on=runner.graphs.device, replayed=replaying)
+            if replaying is not None:
+                runner.graphs.note(*replaying.notes(graph.plan))
+            return graph
     finally:
         begin(outer)
 

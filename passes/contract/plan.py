@@ -96,6 +96,30 @@ class Decision:
         return "\n".join([*lines, *[f"  {self.source}"] * bool(self.source)])
 
 
+@dataclass(frozen=True)
+class Stored:
+    """A value that a compiled step stores in 16 bits, where O1 stores FP32.
+
+    Attributes:
+        part: "saved" for backward, or handed on in "backward" by one kernel to a later one.
+        name: Its name in the joint graph of forward and backward, which another torch may give otherwise.
+        module: The path of the module that computes it, or whose backward does; "" for none, as for sums of gradients.
+        line: The author's line that it comes from, as "net.py:12"; "" where torch does not know it.
+        dtype: The dtype that it is stored in.
+        graph: The place of the joint graph among those of a call: 0 unless something breaks the step's graph.
+    """
+
+    part: str
+    name: str
+    module: str
+    line: str
+    dtype: str
+    graph: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.part} {self.name} in {self.dtype}: {self.module or '(no module)'}, {self.line or '(no line)'}"
+
+
 @public
 @dataclass(frozen=True)
 class Plan:
@@ -125,6 +149,8 @@ class Plan:
             together, by the text of the call; else empty.
         complete: False where graphs are missing: the model breaks its graph, and what follows could not be captured
             without running the model.
+        stored: What a compiled step stores in 16 bits beside, from `TrainStep.plan`: the decisions then are those of
+            O1. A compiled step that carries the plan out stores exactly these values; others follow the decisions.
         version: Version of the file format.
 
     Example:
@@ -151,6 +177,7 @@ class Plan:
     machine: str = field(default="", compare=False)
     timings: Mapping[str, int] = field(default_factory=dict, compare=False)
     complete: bool = True
+    stored: tuple[Stored, ...] = ()
     version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
@@ -284,9 +311,12 @@ class Plan:
         for index, row in enumerate(data["decisions"]):
             check_shape(Decision, row, f"{name}: decisions[{index}]")
             decisions.append(Decision(**row | {"causes": tuple(row["causes"]), "ranges": tuple(row["ranges"])}))
+        for index, row in enumerate(data["stored"]):
+            check_shape(Stored, row, f"{name}: stored[{index}]")
         try:
             policy = Policy.parse(data["policy"])
             read = {"decisions": tuple(decisions), "policy": policy, "notes": tuple(data["notes"])}
+            read["stored"] = tuple(Stored(**row) for row in data["stored"])
             return cls(**data | read | {"states": _checked_states(data["states"], name)})
         except (PolicyError, PlanError) as error:
             raise PlanError(f"{name}: {error}") from error

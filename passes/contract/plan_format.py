@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 from .errors import PlanError
 
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 REMEDY = "make a new plan, with `fxamp report TARGET --save-plan FILE` or `fxamp.plan(model, ...).save(path)`"
 LONGEST = 64 << 20  # characters; 50,000 nodes take 13 MB
 
@@ -54,7 +54,7 @@ def in_this_format(data: dict[str, Any]) -> dict[str, Any]:
         data = {**data, "decisions": _listed_in_each_state(data["decisions"], data["states"])}
     added = {
         "edits": {}, "totals": {}, "certificate": {}, "fxamp_version": "", "machine": "", "timings": {},
-        "complete": True,
+        "complete": True, "stored": [],
     }  # fmt: skip
     return {**added, **data, "version": FORMAT_VERSION}
 

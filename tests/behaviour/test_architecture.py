@@ -71,7 +71,7 @@ ARROWS = {
     ),
     "fxamp.train.ranks": "._torch .view passes.contract passes.graph",
     "fxamp.train": (
-        "._torch .capture .census .diagnose .errors .measure .observe .ranges .train.ranks .view "
+        "._torch .capture .census .convert .diagnose .errors .measure .observe .ranges .train.ranks .view "
         "passes._torch passes.contract passes.graph"
     ),
     "fxamp.report.record": "._torch .observe passes._torch passes.contract passes.graph passes.ops passes.runtime",
@@ -94,7 +94,7 @@ ARROWS = {
     "fxamp.lightning": ".integrations",
     "fxamp.huggingface": ".integrations",
     "fxamp.cli": (
-        ".census .convert .demo .errors .harmless .report .report.diff .report.gate .target fxamp passes "
+        ".census .convert .demo .errors .harmless .report .report.diff .report.gate .target .train fxamp passes "
         "passes.contract passes.ops"
     ),
     "fxamp.__main__": ".cli",

@@ -22,14 +22,16 @@ from ...harmless import visible
 from .match import Item, corresponding, in_order
 
 PLAN_KEY, MODULES, RULE = "(plan)", "(modules)", "(rule"
+STORED = "stored"  # the field of a change of what a compiled step stores in 16 bits beside
 SIGNS = {"added": "+", "removed": "-", "changed": "!"}
 _LABELS = {
     "colour": "runs in", "autocast_dtype": "under autocast", "kind": "rule",
     "inserted_casts": "casts inserted", "casts": "casts of the forward", "cast_bytes": "bytes cast",
     "saved_bytes": "bytes saved for backward", "low_bytes": "low, % of bytes", "low_flops": "low, % of FLOPs",
-    "fp32_ops": "ops in FP32", "unknown_ops": "ops without a rule",
+    "fp32_ops": "ops in FP32", "unknown_ops": "ops without a rule", STORED: "stored in 16 bits",
 }  # fmt: skip
 _TOTAL = re.compile(r"(.+?)( \(.*\))?: (.* -> .*)")  # its label, its state and its values
+ORDINAL = re.compile(r"[#_]\d+$")  # of a node, among those of its op
 _LAST_NUMBER = re.compile(r"\d+(?!.*\d)")
 
 
@@ -105,7 +107,7 @@ def folded(changes: Iterable[Change], places: Mapping[str, Place]) -> list[str]:
         node = key.partition(":")[2] if key.partition(":")[0].isdigit() else key
         place = places.get(key) or places.get(node)
         where = f"  ({place.file}:{place.line})" if place is not None else ""
-        op = node.rpartition("/")[2].partition("#")[0] if key[0] != "(" else str(len(groups))
+        op = ORDINAL.sub("", node.rpartition("/")[2]) if key[0] != "(" else str(len(groups))
         groups.setdefault((SIGNS[kind], f"{text}{where}", op), {})["" if key[0] == "(" else node] = None
     out = []
     for label, values in totals.items():

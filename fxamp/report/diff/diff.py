@@ -18,9 +18,9 @@ from ...capture.parameters import noted_low
 from ...observe.places import unique_keys
 from ..reader import Readable, captured_and_emitted, emitted, plan_in
 from .changes import PLAN_KEY as PLAN_KEY
+from .changes import STORED, another_model, by_rule, compared, renamed
 from .changes import Change as Change
-from .changes import another_model, by_rule, compared, renamed
-from .items import arguments, of_graph, of_plan
+from .items import arguments, of_graph, of_plan, of_stored
 from .listing import GraphDiff as GraphDiff
 from .marked import marked
 from .match import match
@@ -32,8 +32,9 @@ def diff(before: Readable, after: Readable | None = None) -> GraphDiff:
     """Compare two plans, two converted modules, two graphs, or a graph with the module that it was converted to.
 
     Args:
-        before: A plan, the path of a saved one, a converted module, or any `torch.fx.GraphModule`. A view alone is
-            compared with itself: each graph as captured, beside the graph as emitted.
+        before: A plan, the path of a saved one, a converted module, a TrainStep of one, or any
+            `torch.fx.GraphModule`. A view alone is compared with itself: each graph as captured, beside the graph as
+            emitted.
         after: Likewise.
 
     Returns:
@@ -79,7 +80,7 @@ def _of_view(view: object) -> GraphDiff:
 
 def _of_plans(before: Readable, after: Readable, old: Plan, new: Plan) -> GraphDiff:
     sides = (before, old), (after, new)
-    left, right = (of_plan(p, emitted(given) if isinstance(given, nn.Module) else ()) for given, p in sides)
+    left, right = (of_plan(p, emitted(given)) for given, p in sides)
     named = bool(old.fxamp_version and new.fxamp_version) and old.fxamp_version != new.fxamp_version
     titles = _plan_title(old, named), _plan_title(new, named)
     pairs, alike = match(left, right)
@@ -89,8 +90,16 @@ def _of_plans(before: Readable, after: Readable, old: Plan, new: Plan) -> GraphD
     changes = by_rule(old, new, compared(left, right, pairs, "colour"), ops)
     fields = ((field, str(getattr(old, field)), str(getattr(new, field))) for field in PLAN_FIELDS)
     of_plans = [Change("changed", PLAN_KEY, field, a, b) for field, a, b in fields if a != b]
+    changes += _stored_otherwise(old, new)
     found = GraphDiff(*titles, (*of_plans, *changes), tuple(renamed(left, right, pairs)))
     return with_cause(found, old, new)
+
+
+def _stored_otherwise(before: Plan, after: Plan) -> list[Change]:
+    """Return a change for each value that one of the plans alone stores in 16 bits beside, or in another dtype."""
+    left, right = of_stored(before), of_stored(after)
+    found = compared(left, right, match(left, right)[0], STORED)
+    return [c for c in found if c.kind != "changed" or c.field == "dtype"]  # others may be lines, which move
 
 
 def with_cause(found: GraphDiff, old: Plan, new: Plan) -> GraphDiff:

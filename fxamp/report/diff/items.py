@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from passes._torch import OpOverload
-from passes.contract.plan import Decision, Plan
+from passes.contract.plan import Decision, Plan, Stored
 from passes.contract.policy import dtype_name
 from passes.graph.notes import is_inserted
 from passes.graph.values import module_path, node_names
@@ -18,6 +18,7 @@ from passes.ops import ops
 
 from ...observe.places import unique_keys
 from ..record.build import Emitted
+from .changes import ORDINAL, STORED
 from .match import Item
 
 DECISION_FIELDS = ("colour", "autocast_dtype", "kind", "reason")
@@ -42,8 +43,23 @@ def of_plan(plan: Plan, graphs: Sequence[Emitted] = ()) -> list[Item]:
     return items
 
 
-def _in_graph(d: Decision, text: str) -> str:
-    return f"{d.graph}:{text}" if d.graph else text
+def of_stored(plan: Plan) -> list[Item]:
+    """Return what a compiled step stores in 16 bits beside as items, in order, each with the one before it as operand.
+
+    Numbers in names are no part of their labels: where the model is edited, names in its joint graph differ in them.
+    """
+    return [
+        Item(
+            _in_graph(s, f"{s.module}/{s.name}" if s.module else s.name), _in_graph(s, s.module),
+            f"{s.part} {ORDINAL.sub('', s.name)}", (at - 1,) if at else (),
+            {STORED: ", ".join(filter(None, (s.part, s.dtype, s.line))), "dtype": s.dtype},
+        )
+        for at, s in enumerate(plan.stored)
+    ]  # fmt: skip
+
+
+def _in_graph(of: Decision | Stored, text: str) -> str:
+    return f"{of.graph}:{text}" if of.graph else text
 
 
 def casts_of(node: Node) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from tabulate import tabulate
 
-from passes.contract.plan import Plan
+from passes.contract.plan import Plan, Stored
 from passes.contract.reasons import DEVIATIONS
 
 from ...harmless import markdown, visible
@@ -117,6 +117,16 @@ class Text:
             text = "\n".join(self._cell(line) for row in listed for line in _narrow(*row))
         ops = self._table(ops_of(found), ("op", "colour", "nodes"))
         return [f"{self._mark}Ops", ops, f"{self._mark}Nodes", text]
+
+    def stored(self, stored: Sequence[Stored]) -> list[str]:
+        """Write what a compiled step stores in 16 bits beside, a row for each value; nothing if there is none."""
+        if not stored:
+            return []
+        rows = [(s.module or "(no module)", s.name, s.part, s.dtype, s.line) for s in stored]
+        text = self._table(rows, ("module", "in the joint graph", "part", "dtype", "source"))
+        if not self._fits(text):
+            text = "\n".join(f"- {self._cell(str(s))}" for s in stored)
+        return [f"{self._mark}Stored in 16 bits", text]
 
     def lines(self, found: Sequence[NodeRecord]) -> list[str]:
         """Write the lines that cost most, without their code if it does not fit; or say why there are none."""

@@ -19,7 +19,8 @@ from passes.contract.plan import Plan
 from passes.contract.plan_format import REMEDY
 from passes.ops.facts import Machine, as_on
 
-from ..diff.changes import PLAN_KEY, Change, Place, counted
+from ...train.step import TrainStep
+from ..diff.changes import PLAN_KEY, STORED, Change, Place, counted
 from ..diff.diff import GraphDiff, diff, with_cause
 from ..diff.match import ALIKE
 from ..reader import with_totals
@@ -69,10 +70,10 @@ class Outcome:
 
 
 def check(
-    target: str, make: Callable[[Plan | None], nn.Module], plan: str | os.PathLike[str] | None,
+    target: str, make: Callable[[Plan | None], nn.Module | TrainStep], plan: str | os.PathLike[str] | None,
     budgets: Sequence[Budget], update: bool, counts: Mapping[str, float] | None = None, strict: bool = False,
 ) -> Outcome:  # fmt: skip
-    """Compare a converted model with its plan, and its totals with budgets.
+    """Compare a converted model, or a step of one that has run, with its plan, and its totals with budgets.
 
     On every machine, decisions use the measured facts that the plan was made with. With measured costs, `make` gets the
     plan to replay, since times are never the same. `update` writes a plan that is missing or has changed, by the facts
@@ -159,7 +160,8 @@ def _difference(before: Plan, now: Plan, name: str, update: bool) -> GraphDiff:
     """Return the changes, also of totals; PlanError if nearly every node has changed: it is another model's plan."""
     found = diff(before, now)
     old, new = len(before.decisions), len(now.decisions)
-    known = 0 if found.another_model else new - sum(c.kind == "added" for c in found.changes)
+    added = sum(c.kind == "added" and c.field != STORED for c in found.changes)
+    known = 0 if found.another_model else new - added
     if not update and old and known < ALIKE * min(old, new or 1):
         raise PlanError(
             f"{name} is the plan of another model: this model has {known} of its {old} nodes; "

@@ -36,10 +36,11 @@ import fxamp
 from fxamp.measure.fake_cuda.count import count
 from fxamp.measure.inductor import STORED
 from fxamp.train import compiler, partitioner
-from fxamp.train.at_rest import PARTS, AtRest, Part, Stored
+from fxamp.train.at_rest import PARTS, AtRest, Part
 from fxamp.train.describe import compiled_rows
 from fxamp.train.partitioner import Partitioner
 from fxamp.train.step import TrainStep
+from passes.contract.plan import Stored
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of a module that torch imports
 ROOT = Path(__file__).parents[3]
@@ -307,7 +308,7 @@ def test_a_plan_that_is_carried_out_stays(asked: list[dict[str, Any]]) -> None:
     step = TrainStep(view, F.cross_entropy, SGD(model.parameters(), lr=0.1), compile=True)
     step(IDS, IDS)
     assert step.compiled is not None
-    assert step.compiled.not_at_rest == "a plan is carried out"
+    assert step.compiled.not_at_rest == "a plan is carried out, in which nothing is stored so"
 
 
 RUN = """
