@@ -38,7 +38,8 @@ ROOT = Path(__file__).parents[1]
 SLOW = re.compile(
     r"/(ranks|integrations|diagnose|census|error|ranges|choose|gate|cli|measure)/"
     r"|/test_(ranks|ecosystem|browser|demo|emitted_optimum|fastest|gpu|reports|trial|record)\.py"
-    r"|/train/test_(low_leaves|compiled_\w+|at_rest|random_\w+|hostile_checkpoints|weights\w*|windows_by_hand)\.py"
+    r"|/train/test_(low_leaves|compiled_\w+|at_rest|plans_of_steps)\.py"
+    r"|/train/test_(random_\w+|hostile_checkpoints|weights\w*|windows_by_hand)\.py"
     r"|/view/test_(no_trace|cast_once|weights_of_a_call|constructs|after_conversion)\.py"
     r"|/behaviour/test_(o2_error|commands|jagged|reference|recurrent|attention|cuda)\.py"
 )

@@ -1,5 +1,7 @@
 """`fxamp.tune`: the plan that casts the fewest bytes within a budget of error, by minimum cut, and measured.
 
+Of a compiled step it is what the step stores in 16 bits that is chosen, in `stored`. Else:
+
 errors of roundings, to first order        `Derivatives`: how much each moves the loss and the gradients
 lambda * error beside the bytes of casts   `measure.Penalties`;         the compiler's cut decides
 lambda                                     by bisection, until the predicted error is within the budget
@@ -29,7 +31,9 @@ from ..error.report import Errors
 from ..errors import NoLossError, in_short
 from ..measure.costs import Penalties
 from ..observe.workload import Loss
+from ..train.step import TrainStep
 from .metric import under_bound
+from .stored import stored_within
 
 _LOSS, _GRADIENT = 0.2, 0.8  # the parts of both errors in what is charged
 _MARGIN = 1.02  # by which a prediction has to be within the tolerance
@@ -57,13 +61,19 @@ def tune(
     bound. The metric is measured at most log2(nodes) + 8 times, each time of a view of the model; nodes are tried in
     the order of how much they move the loss, or as they run where there is none. The set is small rather than smallest.
 
+    Of a compiled `TrainStep` that follows O2 in BF16 it is a third one: what it stores in 16 bits beside O1, which is
+    nothing, what is saved for backward, what kernels of backward hand on, or both. Each is compiled, and run on the
+    batches. Of what is within the tolerance, and by Inductor's counts of forward and backward above O1 in none, the
+    plan stores what moves the fewest bytes, in `plan.stored`. The step stays as it is: `step.switch(plan)`.
+
     Args:
         policies: The policy whose dtype, device and overrides hold; None is that of the view, else "O2", and "O1" with
             a metric.
         tolerance: The largest error, such as 0.02; "autocast" is that of `torch.autocast`, measured beside. A plan has
             to be within it as measured, and as predicted with a margin of 2 %. O1, which has autocast's values, is
             within "autocast"; all others need a margin as measured too, since on few batches an error is one draw: 5 %
-            over the root of their number; nor may they have more casts than O1.
+            over the root of their number; nor may they have more casts than O1. Of a compiled step "autocast" is
+            1.25 of autocast's error, and O1 is within it.
         metric: A function of a view that returns a number, such as an error on validation data; smaller is better, and
             NaN is worst. It may call train() and eval(); what it does to the model is undone.
         bound: What the metric has to be at most.
@@ -75,8 +85,9 @@ def tune(
     Raises:
         PolicyError: The tolerance is not a positive number, or FP32 itself exceeds it; or nothing keeps it, and the
             message has the nearest that does exist, and its cost; autocast itself fails, or is not finite; no parameter
-            requires a gradient; it is a graph; the metric is not under the bound even with all nodes in FP32. As
-            `fxamp.measure_error` besides.
+            requires a gradient; it is a graph; a compiled step follows another level or FP16, is compiled by another
+            backend than Inductor, or has an open window; the metric is not under the bound even with all nodes in FP32.
+            As `fxamp.measure_error` besides.
         CaptureError: As `fxamp.measure_error`.
 
     Example:
@@ -99,10 +110,16 @@ def tune(
     step = step_of(model_or_step, inputs, target, kwargs=kwargs, loss=loss, batches=batches)
     if metric is not None and bound is not None:
         return under_bound(step, asked, metric, bound)
+    if isinstance(step.train_step, TrainStep) and step.train_step.compiled is not None:
+        return stored_within(step, asked, _required(tolerance))
+    return Search(step, asked).plan(_required(tolerance))
+
+
+def _required(tolerance: float | str) -> float | str:
     number = isinstance(tolerance, (int, float)) and not isinstance(tolerance, bool)
     if tolerance != AUTOCAST and not (number and 0 < float(tolerance) < math.inf):
         raise PolicyError(f'tolerance is "autocast" or a relative error above 0, such as 0.02, not {tolerance!r}.')
-    return Search(step, asked).plan(tolerance)
+    return tolerance
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ class Step:
         self._written: set[int] | None = None  # the parameters that steps have written, by identity
         self._colourings: dict[str, _Colouring] = {}
         self._scales: dict[str, float] = {}  # of the loss, that were found to fit
-        self._draws = False  # whether a step draws random numbers
+        self.draws = False  # whether a step draws random numbers
 
     @property
     def example(self) -> tuple[Any, Any]:
@@ -505,11 +505,11 @@ class Step:
             if wide or reference:
                 stack.enter_context(as_made_of(author))
             if wide:
-                stack.enter_context(in_float64(author, draws=self._draws))
+                stack.enter_context(in_float64(author, draws=self.draws))
             before = generators(self.device)
             with region():
                 output, loss = self.call(model, batch, companions)
-            self._draws = self._draws or not all(map(torch.equal, before, generators(self.device)))
+            self.draws = self.draws or not all(map(torch.equal, before, generators(self.device)))
             if backward and loss.requires_grad:
                 (loss.double() * scale).backward()
             gradients = {n: dense(p.grad) for n, p in author.named_parameters() if p.grad is not None}

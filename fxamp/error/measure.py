@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..diagnose.batches import Batch
 from ..diagnose.step import AUTOCAST, FP32, Outcome, Step, diagnostic, step_of
 from ..observe.emulation import Observer, Site
 from ..observe.reference import eight_bit_modules, listed
@@ -46,9 +48,15 @@ def measure_error(
     return measured(step, step.policies(policies), values=True)
 
 
-def measured(step: Step, names: Sequence[str], *, values: bool = False) -> ErrorReport:
-    """Measure the errors of policies; with `values` that of each node's value too, on the first batch."""
+def measured(
+    step: Step, names: Sequence[str], *, values: bool = False, others: Mapping[str, Callable[[Batch], Outcome]] = {},
+) -> ErrorReport:  # fmt: skip
+    """Measure the errors of policies; with `values` that of each node's value too, on the first batch.
+
+    What `others` run a batch by is measured as they are, under their names.
+    """
     names = (FP32, *names)
+    runs = {name: partial(step.run, how=name) for name in names} | dict(others)
     tallies = {name: Tally() for name in names}
     outputs: dict[str, list[list[float]]] = {name: [] for name in names}
     norms: dict[str, float] = {}
@@ -60,14 +68,14 @@ def measured(step: Step, names: Sequence[str], *, values: bool = False) -> Error
         losses.append(true.loss)
         squared(true.gradients, norms)
         for name in names:
-            ran = plain if name == FP32 else step.run(batch, name)
+            ran = plain if name == FP32 else runs[name](batch)
             tallies[name].add(ran.loss - true.loss, ran.gradients, true.gradients)
             outputs[name].append(_distances(ran, true))
     made = []
     for name in names:
         errors = tallies[name].errors(name, norms, outputs=_rms(outputs[name]))
         with contextlib.suppress(NotImplementedError):  # an op with bodies that a dispatch mode cannot see into
-            casts, moved = step.casts(name) if name != FP32 else (None, None)
+            casts, moved = step.casts(name) if name not in (FP32, *others) else (None, None)
             errors = replace(errors, casts=casts, cast_bytes=moved)
         if values and not name.startswith((FP32, AUTOCAST)):
             errors = replace(errors, values=_values(step, name))

@@ -108,6 +108,11 @@ def settings_of(compile: object) -> CompileSettings | None:
     return settings
 
 
+def arguments_of(settings: CompileSettings) -> dict[str, Any]:
+    """Return what to give `TrainStep(compile=...)` for settings of a step whose model is converted."""
+    return {key: getattr(settings, key) for key in _KEYS}
+
+
 def model_to_compile(model: nn.Module, settings: CompileSettings) -> nn.Module:
     """Return a view of the model where the backend is fxamp's, else the model. Refuse what cannot be compiled."""
     for path, module in model.named_modules():

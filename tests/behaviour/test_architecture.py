@@ -67,7 +67,7 @@ ARROWS = {
         "passes._torch passes.contract passes.graph passes.ops"
     ),
     "fxamp.choose": (
-        ".convert .diagnose .error .errors .measure .observe .results passes passes.contract passes.graph"
+        ".convert .diagnose .error .errors .measure .observe .results .train passes passes.contract passes.graph"
     ),
     "fxamp.train.ranks": "._torch .view passes.contract passes.graph",
     "fxamp.train": (
