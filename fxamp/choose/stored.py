@@ -2,23 +2,27 @@
 
     nothing, "saved", "backward", both     each compiled as the step would be, from a plan that names its values
     bytes, kernels, casts, peak            what Inductor counts of forward and backward, on the step's own device
-    error                                  of the gradients that the real kernels give, on the batches that were given
+    error, predicted                       of the graphs run node by node, in the arithmetic of Inductor's kernels
+    error, measured                        of the gradients that the real kernels give, on the batches that were given
 
 Of what is within the tolerance, and above O1 in no count, what moves the fewest bytes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch.fx import GraphModule
 from torch.optim import SGD
 
-from passes.contract.errors import PolicyError
-from passes.contract.plan import CERTIFICATE, Plan
+from passes.contract.errors import FxampError, PolicyError
+from passes.contract.plan import CERTIFICATE, Plan, Stored
 from passes.contract.policy import Level, Policy
 
 from ..convert import convert
@@ -26,64 +30,148 @@ from ..diagnose.batches import Batch
 from ..diagnose.step import AUTOCAST, Outcome, Step
 from ..error.measure import measured
 from ..error.report import Errors
+from ..errors import in_short
 from ..measure.inductor import KEYS, Counts
 from ..observe.snapshot import outside_of_regions
+from ..observe.watch import run_instead
 from ..observe.workload import copies
-from ..train.at_rest import PARTS
+from ..train.at_rest import PARTS, emulation
 from ..train.compiler import arguments_of
 from ..train.step import TrainStep
 
 OVER_AUTOCAST = 1.25  # the error of gradients that a compiled O2 may have, over autocast's
 NOTHING = "nothing"
+_MARGIN = 1.02  # by which a prediction has to be within the tolerance
+_SURELY = 2.0  # by which a prediction may be off: what is predicted to be above that is not compiled
 
 
 def stored_within(step: Step, policies: Policy | str | None, tolerance: float | str) -> Plan:
     """Return the plan of a compiled step that moves the fewest bytes with an error within a tolerance."""
-    asked = _asked(step, policies)
-    every = _Candidate(step, lambda: convert(step.author, policy=asked, check=False))
-    o1 = _Candidate(step, lambda: convert(step.author, policy=replace(asked, level=Level.O1), check=False))
-    candidates = {NOTHING: o1} | _parts_of(step, every)
-    autocast = f"{AUTOCAST},dtype=bf16"
+    return _Search(step, _asked(step, policies)).plan(tolerance)
 
-    def run(candidate: _Candidate) -> Callable[[Batch], Outcome]:
-        """Of random numbers Inductor draws others: there what differs from O1 is added to what autocast gives."""
 
-        def outcome(batch: Batch) -> Outcome:
-            ran = candidate.run(batch)
+class _Search:
+    """The search for one plan."""
+
+    def __init__(self, step: Step, asked: Policy) -> None:
+        def converted(**how: Any) -> Callable[[], Any]:
+            return lambda: convert(step.author, check=False, **how)
+
+        self._step, self._autocast, self._unpredicted = step, f"{AUTOCAST},dtype=bf16", ""
+        self._every = _Candidate(step, converted(policy=asked))
+        self._candidates = {NOTHING: _Candidate(step, converted(policy=replace(asked, level=Level.O1)))}
+        self._stored: dict[str, tuple[Stored, ...]] = {NOTHING: ()}
+        for name, stored in _parts_of(self._every.plan.stored).items():
+            self._add(name, stored)
+
+    def _add(self, name: str, stored: tuple[Stored, ...]) -> None:
+        """Add a candidate that stores some of the values."""
+        plan = self._every.plan
+        less = replace(plan, stored=stored)
+        self._stored[name] = stored
+        self._candidates[name] = self._every if stored == plan.stored else _Candidate(
+            self._step, lambda: convert(self._step.author, plan=less, check=False)
+        )  # fmt: skip
+
+    def plan(self, tolerance: float | str) -> Plan:
+        """Return the plan."""
+        step = self._step
+        predicted, base = self._predicted()
+        limit = OVER_AUTOCAST * base if tolerance == AUTOCAST else float(tolerance)
+        if not math.isfinite(limit):
+            raise PolicyError("torch.autocast itself is not finite here: give a tolerance, or see fxamp.find_overflow.")
+        names = [n for n in self._candidates if n == NOTHING or predicted.get(n, 0.0) <= _SURELY * limit]
+        names += self._some_of_backward(predicted, limit)
+        errors = self._measured({name: self._candidates[name].run for name in names})
+        counts = {name: self._candidates[name].counts for name in names}
+        within = [
+            name for name, found in counts.items()
+            if (errors[name].per_parameter <= limit and _is_above_in_none(found, counts[NOTHING]))
+            or (name == NOTHING and tolerance == AUTOCAST)
+        ]  # fmt: skip
+        if not within:
+            raise PolicyError(_nothing_keeps(limit, {name: errors[name] for name in names}, counts))
+        best = min(within, key=lambda name: counts[name].moved_bytes)
+        numbers = {
+            "tolerance": limit, "measured": errors[best].per_parameter, "gradient": errors[best].gradient,
+            "loss": errors[best].loss, "autocast": base, "batches": len(step.batches), **asdict(counts[best]),
+        }  # fmt: skip
+        if best in predicted:
+            numbers["predicted"] = predicted[best]
+        plan = self._candidates[best].plan
+        notes = (*_notes(best, errors, counts, limit, base), *self._of_others(names, predicted))
+        return replace(
+            plan, certificate=numbers, notes=(*plan.notes, *step.notes, *(f"{CERTIFICATE}: {note}" for note in notes))
+        )  # fmt: skip
+
+    def _some_of_backward(self, predicted: dict[str, float], limit: float) -> list[str]:
+        """Add what stores as many of the values of backward, the last ones, as are predicted to be within a limit.
+
+        What is rounded first in backward is in the gradients of all layers before it, and what is rounded last in few.
+        """
+        stored = self._every.plan.stored
+        backward = [each for each in stored if each.part == "backward"]
+        if not predicted or max(predicted.values()) * _MARGIN <= limit:
+            return []
+        within, high = 0, len(backward)  # so many of the last ones are within the limit, and above it
+        chosen: tuple[Stored, ...] = ()
+        while high - within > 1:
+            count = (within + high) // 2
+            some = tuple(each for each in stored if each not in backward[:-count])
+            error = self._measured(self._emulated({NOTHING: (), "some": some}))["some"].per_parameter
+            if error * _MARGIN > limit:
+                high = count
+            else:
+                within, chosen, of_chosen = count, some, error
+        if not chosen:
+            return []
+        name = "saved and " * (len(backward) < len(stored)) + f"the last {within} of {len(backward)} of backward"
+        self._add(name, chosen)
+        predicted[name] = of_chosen
+        return [name]
+
+    def _emulated(self, stored: Mapping[str, tuple[Stored, ...]]) -> dict[str, Callable[[Batch], Outcome]]:
+        return {name: _Emulated(self._every, chosen).run for name, chosen in stored.items()}
+
+    def _of_others(self, names: Sequence[str], predicted: Mapping[str, float]) -> Iterator[str]:
+        """Yield how errors were found, and what of what was not compiled."""
+        shown = ", ".join(f"{name} {error:.3g}" for name, error in predicted.items())
+        yield f"predicted: {shown}" if predicted else f"not predicted: {self._unpredicted}"
+        if left := [name for name in self._candidates if name not in names]:
+            yield f"not compiled, since the error as predicted is far above: {', '.join(left)}"
+        yield f"measured on {len(self._step.batches)} batches, with these weights: nothing is bounded for others"
+        if self._step.draws:
+            yield "it draws random numbers: what differs from O1 as compiled was added to autocast's error"
+
+    def _predicted(self) -> tuple[dict[str, float], float]:
+        """Return the errors of the candidates, emulated, by name; and that of autocast, which is measured."""
+        found = dict[str, Errors]()
+        try:
+            found = self._measured(self._emulated(self._stored))
+        except FxampError:
+            raise
+        except Exception as error:  # whatever an op raises that no interpreter can run
+            self._unpredicted = in_short(error)
+        autocast = found.get(self._autocast) or self._measured({})[self._autocast]
+        return {n: found[n].per_parameter for n in self._stored if n in found}, autocast.per_parameter
+
+    def _measured(self, runs: Mapping[str, Callable[[Batch], Outcome]]) -> dict[str, Errors]:
+        """Return the errors of what runs batches, by name, and that of autocast.
+
+        Of random numbers Inductor draws others: there what differs from O1 is added to what autocast gives.
+        """
+        step = self._step
+
+        def beside_o1(run: Callable[[Batch], Outcome], batch: Batch) -> Outcome:
+            ran = run(batch)
             if not step.draws:
                 return ran
-            base, beside = step.run(batch, autocast), o1.run(batch)
-            moved = {n: g + ran.gradients[n] - beside.gradients[n] for n, g in base.gradients.items()}
-            return Outcome(base.loss + ran.loss - beside.loss, moved, None)
+            base, o1 = step.run(batch, self._autocast), runs[NOTHING](batch)
+            moved = {n: g + ran.gradients[n] - o1.gradients[n] for n, g in base.gradients.items()}
+            return Outcome(base.loss + ran.loss - o1.loss, moved, None)
 
-        return outcome
-
-    others = {name: run(candidate) for name, candidate in candidates.items()}
-    found = {e.policy: e for e in measured(step, (autocast, *candidates), others=others).policies}
-    base = found.pop(autocast).per_parameter
-    limit = OVER_AUTOCAST * base if tolerance == AUTOCAST else float(tolerance)
-    if not math.isfinite(limit):
-        raise PolicyError("torch.autocast itself is not finite here: give a tolerance, or see fxamp.find_overflow.")
-    counts = {name: candidate.counts for name, candidate in candidates.items()}
-    within = [
-        name for name, found_of in counts.items()
-        if (found[name].per_parameter <= limit and _is_above_in_none(found_of, counts[NOTHING]))
-        or (name == NOTHING and tolerance == AUTOCAST)
-    ]  # fmt: skip
-    if not within:
-        raise PolicyError(_nothing_keeps(limit, {name: found[name] for name in counts}, counts))
-    best = min(within, key=lambda name: counts[name].moved_bytes)
-    numbers = {
-        "tolerance": limit, "measured": found[best].per_parameter, "gradient": found[best].gradient,
-        "loss": found[best].loss, "autocast": base, "batches": len(step.batches), **asdict(counts[best]),
-    }  # fmt: skip
-    plan = candidates[best].plan
-    notes = [*_notes(best, found, counts, limit, base), f"measured on {len(step.batches)} batches, these weights"]
-    if step.draws:
-        notes.append("it draws random numbers: what differs from O1 as compiled was added to autocast's error")
-    return replace(
-        plan, certificate=numbers, notes=(*plan.notes, *step.notes, *(f"{CERTIFICATE}: {note}" for note in notes))
-    )  # fmt: skip
+        others = {name: partial(beside_o1, run) for name, run in runs.items()}
+        return {e.policy: e for e in measured(step, (self._autocast, *runs), others=others).policies}
 
 
 def _asked(step: Step, policies: Policy | str | None) -> Policy:
@@ -123,7 +211,7 @@ class _Candidate:
 
     def __init__(self, step: Step, make: Callable[[], Any]) -> None:
         self._step, self._make = step, make
-        self._runs: list[tuple[Batch, Outcome]] = []  # the last one
+        self._last: tuple[Batch, Outcome] | None = None
         self._gradients: dict[str, torch.Tensor] = {}
         self._train: TrainStep | None = None
 
@@ -136,10 +224,10 @@ class _Candidate:
     def counts(self) -> Counts:
         """What Inductor made of its forward and backward."""
         compiled = self._run_once().compiled
-        if compiled is None or compiled.counts is None or compiled.loss.fallbacks:
-            why = "; ".join(compiled.loss.fallbacks[:1]) if compiled is not None else ""
+        if compiled is None or compiled.counts is None:
             raise PolicyError(
-                f"there is no count of the kernels of this step: {why or 'an option of its own records in their place'}"
+                "Inductor's kernels of this step are not counted, since an option of compile= takes the place of the "
+                "pass that records them: leave it out."
             )
         return compiled.counts
 
@@ -151,18 +239,23 @@ class _Candidate:
 
     def run(self, batch: Batch) -> Outcome:
         """Run a window of one batch, and leave everything as it was."""
-        if self._runs and self._runs[0][0] is batch:
-            return self._runs[0][1]
-        author = self._step.author
-        contexts = torch.inference_mode(False), torch.enable_grad(), outside_of_regions()
-        with contexts[0], contexts[1], contexts[2], self._step.as_before(author):
+        if not self._last or self._last[0] is not batch:
+            self._last = batch, self.window(batch)
+        return self._last[1]
+
+    def window(self, batch: Batch, instead: Callable[[TrainStep, GraphModule, Any], Any] | None = None) -> Outcome:
+        """Run a window, in which something may run graphs in the place of what they were compiled to."""
+        modes = torch.inference_mode(False), torch.enable_grad(), outside_of_regions()
+        with modes[0], modes[1], modes[2], self._step.as_before(self._step.author):
             train = self._train = self._train or self._made()
             inputs, target = copies(batch)
-            loss = float(train(inputs, target).loss)
+            with contextlib.ExitStack() as stack:
+                if instead is not None:
+                    stack.enter_context(run_instead(lambda _, graph, args: instead(train, graph, args)))
+                loss = float(train(inputs, target).loss)
         if train.compiled is not None and train.compiled.not_at_rest:
             raise PolicyError(f"this step stores nothing in 16 bits of its own: {train.compiled.not_at_rest}")
-        self._runs = [(batch, Outcome(loss, self._gradients, None))]
-        return self._runs[0][1]
+        return Outcome(loss, self._gradients, None)
 
     def _made(self) -> TrainStep:
         author, asked = self._step.author, self._step.train_step.options
@@ -179,19 +272,35 @@ class _Candidate:
         )  # fmt: skip
 
 
-def _parts_of(step: Step, every: _Candidate) -> dict[str, _Candidate]:
-    """Return the candidates that store something, by name: all of it, and each part alone."""
-    plan = every.plan
-    parts = [part for part in PARTS if any(each.part == part for each in plan.stored)]
-    if not parts:
-        return {}
+class _Emulated:
+    """A candidate that is not compiled: its graphs run node by node, in the arithmetic of kernels.
 
-    def alone(part: str) -> _Candidate:
-        chosen = replace(plan, stored=tuple(each for each in plan.stored if each.part == part))
-        return _Candidate(step, lambda: convert(step.author, plan=chosen, check=False))
+    It is a step that is compiled, in whose place they run.
+    """
 
-    single: dict[str, _Candidate] = {part: alone(part) for part in parts} if len(parts) > 1 else {}
-    return {" and ".join(parts): every} | single
+    def __init__(self, compiled: _Candidate, stored: tuple[Stored, ...]) -> None:
+        self._compiled, self._stored = compiled, stored
+        self._graphs: dict[int, tuple[GraphModule, Callable[..., Any]]] = {}
+        self._last: tuple[Batch, Outcome] | None = None
+
+    def run(self, batch: Batch) -> Outcome:
+        """Run a window of one batch, and leave everything as it was."""
+        if not self._last or self._last[0] is not batch:
+            self._last = batch, self._compiled.window(batch, self._graph)
+        return self._last[1]
+
+    def _graph(self, step: TrainStep, graph: GraphModule, args: Any) -> Any:
+        if id(graph) not in self._graphs:
+            assert step.compiled is not None
+            at = len(step.compiled.loss.kernels.ran) - 1
+            self._graphs[id(graph)] = graph, emulation(self._stored, at, graph, args)
+        return self._graphs[id(graph)][1](*args)
+
+
+def _parts_of(stored: tuple[Stored, ...]) -> dict[str, tuple[Stored, ...]]:
+    """Return what candidates store, by name: all of it, and each part alone."""
+    parts = {part: chosen for part in PARTS if (chosen := tuple(s for s in stored if s.part == part))}
+    return {" and ".join(parts): stored} | parts if stored else {}
 
 
 def _is_above_in_none(counts: Counts, of_o1: Counts) -> bool:
@@ -222,7 +331,7 @@ def _notes(
 
 def _nothing_keeps(limit: float, errors: Mapping[str, Errors], counts: Mapping[str, Counts]) -> str:
     near = min(errors, key=lambda name: errors[name].per_parameter)
-    stored = f"{near} stored in 16 bits beside"
+    stored = "O1" if near == NOTHING else f"{near} in 16 bits"
     return (
         f"nothing keeps a tolerance of {limit:.3g}: the nearest is {stored}, {errors[near].per_parameter:.3g}, with "
         f"{counts[near].moved_bytes / 1e6:.2f} MB moved by forward and backward. Below it matrix products have to be "

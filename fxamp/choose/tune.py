@@ -63,8 +63,9 @@ def tune(
 
     Of a compiled `TrainStep` that follows O2 in BF16 it is a third one: what it stores in 16 bits beside O1, which is
     nothing, what is saved for backward, what kernels of backward hand on, or both. Each is compiled, and run on the
-    batches. Of what is within the tolerance, and by Inductor's counts of forward and backward above O1 in none, the
-    plan stores what moves the fewest bytes, in `plan.stored`. The step stays as it is: `step.switch(plan)`.
+    batches, unless its error is predicted to be above twice the tolerance. Of what is within the tolerance, and by
+    Inductor's counts of forward and backward above O1 in none, the plan stores what moves the fewest bytes, in
+    `plan.stored`. The step stays as it is: `step.switch(plan)`.
 
     Args:
         policies: The policy whose dtype, device and overrides hold; None is that of the view, else "O2", and "O1" with

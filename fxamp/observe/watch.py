@@ -393,7 +393,7 @@ def observed(
     further options and for given inputs.
     """
     whole = not isinstance(known, tuple)
-    if whole and (instead := _INSTEAD.get()) is not None:
+    if (instead := _INSTEAD.get()) is not None:
         return instead(known, graph, args)
     watch = watching()
     if watch is None or known == ():

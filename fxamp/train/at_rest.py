@@ -11,14 +11,14 @@ read it unrounded, and so do those of forward: the loss is that of O1.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import PurePath
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from passes._torch import OpOverload, example_of
 from passes.contract.errors import PlanError
@@ -26,6 +26,8 @@ from passes.contract.plan import Plan, Stored
 from passes.contract.policy import Policy, dtype_name, module_override, type_names
 from passes.graph.values import frames
 
+from ..capture.graph import copied
+from ..observe.fused import Fused
 from ..view.runner import Runner
 from .compiler import CompileSettings
 
@@ -104,9 +106,25 @@ def options_for(runners: Sequence[Runner], graph: int) -> dict[str, Any]:
     from .partitioner import options_with
 
     choice = stored_by_plans(runners)
-    only = tuple((s.part, s.name, s.module) for s in choice if s.graph == graph) if choice else None
+    only = choice_of(choice, graph) if choice else None
     policies = tuple(runner.graphs.policy for runner in runners)
     return options_with(AtRest(torch.bfloat16, policies, only=only), __file__)
+
+
+def choice_of(stored: Iterable[Stored], graph: int) -> tuple[tuple[str, str, str], ...]:
+    """Return what is stored of a graph, by its place among those of a call, as `AtRest.only` takes it."""
+    return tuple((s.part, s.name, s.module) for s in stored if s.graph == graph)
+
+
+def emulation(stored: Iterable[Stored], graph: int, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Return what runs a graph as Inductor's kernels would, with some values stored in 16 bits; nothing is compiled."""
+    from ..measure.inductor import STORED
+    from .partitioner import emulated
+
+    def run(part: GraphModule) -> Callable[..., Any]:
+        return lambda *args: Fused(part, lambda node: STORED in node.meta).start(*args)
+
+    return emulated(copied(gm), inputs, AtRest(torch.bfloat16, only=choice_of(stored, graph)), run)
 
 
 @dataclass(frozen=True)

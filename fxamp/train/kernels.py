@@ -41,10 +41,13 @@ class Kernels:
 
     @property
     def counts(self) -> Counts | None:
-        """The sum over the graphs of the last call; None if there is no record of one, or of its backward."""
+        """The sum over the graphs of the last call; None if there is no record of any, or of the backward of one.
+
+        A graph without a record beside others has no kernels: it is what a break has left of a function.
+        """
         from ..measure.inductor import Counts
 
-        if any(not records or _lacks_backward(records) for records in self.ran):
+        if (self.ran and not any(self.ran)) or any(map(_lacks_backward, self.ran)):
             return None
         return sum((graph.counts for records in self.ran for graph in records), Counts())
 

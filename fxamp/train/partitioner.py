@@ -57,6 +57,25 @@ def options_with(change: Change, *files: str) -> dict[str, Any]:
     return {OPTION: Partitioner(change, digest.hexdigest())}
 
 
+def emulated(
+    graph: GraphModule, inputs: Sequence[Any], change: Change, run: Callable[[GraphModule], Callable[..., Any]]
+) -> Callable[..., Any]:
+    """Return what runs a graph from Dynamo as Inductor would cut it after a change, forward and backward by `run`."""
+    from torch._functorch._aot_autograd.utils import make_boxed_func
+    from torch._functorch.aot_autograd import aot_module_simplified
+    from torch._inductor.decomposition import select_decomp_table
+
+    def compiler(part: GraphModule, _: Any) -> Any:
+        return make_boxed_func(run(part))
+
+    simplified: Any = aot_module_simplified
+    made: Callable[..., Any] = simplified(
+        graph, list(inputs), fw_compiler=compiler, bw_compiler=compiler, inference_compiler=compiler,
+        partition_fn=Partitioner(change, ""), decompositions=select_decomp_table(),
+    )  # fmt: skip
+    return made
+
+
 def theirs(options: Mapping[str, Any]) -> str:
     """Return why graphs are not changed: options or settings ask for somebody else's partitioner; "" if not."""
     if not hasattr(config, OPTION):
