@@ -134,6 +134,8 @@ _seen: list[int] = []
 @functools.cache
 def _count_registrations() -> None:
     def registered(module: Any, name: str, value: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # or Dynamo would guard the count, which a forward that registers the same again changes each time
         _seen[:] = [next(_registered)]
 
     torch.nn.modules.module.register_module_module_registration_hook(registered)

@@ -27,7 +27,6 @@ _VIEWS = {
     "alias", "cat", "clone", "constant_pad_nd", "expand", "getitem", "permute", "reshape", "select", "slice", "split",
     "split_with_sizes", "squeeze", "t", "transpose", "unsqueeze", "view",
 }  # fmt: skip
-_REDUCTIONS = {"amax", "gather", "max", "mean", "prod", "sum", "var", "var_mean"}
 
 
 class Fused(Run):
@@ -96,4 +95,4 @@ def _name(n: Node) -> str:
 def _computes(n: Node) -> bool:
     """Say whether Inductor generates code for an op: it is pointwise, or reduces."""
     tags = n.target.tags if isinstance(n.target, OpOverload) else ()
-    return torch.Tag.pointwise in tags or torch.Tag.reduction in tags or _name(n) in _REDUCTIONS
+    return torch.Tag.pointwise in tags or torch.Tag.reduction in tags or _name(n) == "gather"

@@ -550,3 +550,26 @@ def test_a_hook_that_is_registered_after_the_first_call_runs_and_one_that_is_rem
     handle.remove()
     assert float(step(x, y).loss) < plain
     assert len(calls) == 3
+
+
+class Registers(nn.Module):
+    """Registers the same module at each call, as models of `transformers` do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inner = self.inner
+        out: Tensor = self.inner(x)
+        return out
+
+
+def test_a_forward_that_registers_a_module_is_compiled_once() -> None:
+    model, x, y = Registers(), torch.randn(6, 8), torch.randint(4, (6,))
+    view = fxamp.convert(model, policy="O1,dtype=bf16")
+    step = TrainStep(view, F.cross_entropy, SGD(model.parameters(), lr=0.1), compile="aot_eager")
+    for _ in range(4):
+        step(x, y)
+    assert step.compiled is not None
+    assert (step.compiled.loss.frames, step.compiled.loss.recompiles) == (1, [])

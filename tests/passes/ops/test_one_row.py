@@ -64,6 +64,30 @@ ALLOWED: dict[tuple[str, frozenset[str]], str] = {
         "fxamp/train/at_rest.py",
         frozenset(["cat", "embedding", "index", "index_put", "scatter", "scatter_add"]),
     ): _INDUCTOR,
+    (
+        "fxamp/observe/fused.py",
+        frozenset(
+            {
+                "alias",
+                "cat",
+                "clone",
+                "constant_pad_nd",
+                "expand",
+                "getitem",
+                "permute",
+                "reshape",
+                "select",
+                "slice",
+                "split",
+                "split_with_sizes",
+                "squeeze",
+                "t",
+                "transpose",
+                "unsqueeze",
+                "view",
+            }
+        ),
+    ): _INDUCTOR,
 }
 
 
