@@ -13,9 +13,9 @@ the bytes that Inductor's kernels load and store, the kernels of a forward and b
 saves for backward; and of a window the peak memory of a run, without weights and optimizer state. A loop by hand
 compiles model and loss as one function, which returns the loss.
 
-For a GPU, which need not be there, it takes seven models of full size (one is of `diffusers`), and counts what Inductor makes of their steps on
-an H100 (`fxamp.measure.fake_cuda`), with all that runs outside of the graphs. The report on what only a GPU can show
-has measured some of it.
+For a GPU, which need not be there, it takes seven models of full size (one is of `diffusers`), and counts what Inductor
+makes of their steps on an H100 (`fxamp.measure.fake_cuda`), with all that runs outside of the graphs. The report on
+what only a GPU can show has measured some of it.
 
 `compiled_step.md` and `compiled_step.json` are written beside this file.
 """
@@ -85,6 +85,7 @@ class Denoising(nn.Module):
         self.unet = UNet2DConditionModel(cross_attention_dim=768)  # all other sizes are the class's defaults
 
     def forward(self, sample: Tensor, timestep: Tensor, encoder_hidden_states: Tensor, noise: Tensor) -> Any:
+        """Return what has the loss of the predicted noise."""
         predicted = self.unet(sample, timestep, encoder_hidden_states).sample
         return SimpleNamespace(loss=nn.functional.mse_loss(predicted.float(), noise.float()))
 
