@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -251,10 +251,11 @@ def train(name: str, variant: str, seed: int, steps: int | None) -> Run:
     optimizer = torch.optim.AdamW(model.parameters(), lr=task.learning_rate, weight_decay=0.01, fused=True)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, task.learning_rate, total_steps=steps)
     scaled = task.low == torch.float16 and variant != FP32
+    weights: dict[str, Literal["per_step", "auto"]] = {PER_STEP: "per_step", COMPILED: "auto"}
     step = fxamp.TrainStep(
         called, F.cross_entropy, optimizer, scaler=fxamp.LossScaler(growth_interval=200) if scaled else None,
         accumulate_steps=WINDOW, max_grad_norm=1.0, scheduler=scheduler,
-        weights={PER_STEP: "per_step", COMPILED: "auto"}.get(variant, "per_use"), compile=variant == COMPILED,
+        weights=weights.get(variant, "per_use"), compile=variant == COMPILED,
     )  # fmt: skip
     losses, scales, skipped = [], [], 0
     for _ in tqdm(range(steps), desc=f"{name}, {variant}, seed {seed}", unit="step", mininterval=1, leave=False):
