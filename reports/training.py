@@ -240,6 +240,11 @@ class UnderAutocast(nn.Module):
         return out.float()
 
 
+def variants_of(task: str) -> list[str]:
+    """Return the variants of a task: compiled, an O2 in FP16 follows the plan of an eager O2, and is left out."""
+    return [variant for variant in VARIANTS if variant != COMPILED or TASKS[task].low == torch.bfloat16]
+
+
 def train(name: str, variant: str, seed: int, steps: int | None) -> Run:
     """Train one variant from its seed on."""
     task, started = TASKS[name], time.perf_counter()
@@ -393,8 +398,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     runs = [Run(**run) for run in json.loads(file.read_text())["runs"]] if file.exists() else []
     done = {(run.task, run.variant, run.seed) for run in runs}
     wanted = [
-        (t, v, s) for s in range(options.seeds) for t in options.task or TASKS for v in options.variants
-        if v != COMPILED or TASKS[t].low == torch.bfloat16  # in FP16 it follows the plan of an eager O2
+        (t, v, s) for s in range(options.seeds) for t in options.task or TASKS for v in variants_of(t)
+        if v in options.variants
     ]  # fmt: skip
     for task, variant, seed in tqdm([one for one in wanted if one not in done], desc="runs", unit="run"):
         runs.append(train(task, variant, seed, options.steps))
