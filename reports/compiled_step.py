@@ -466,14 +466,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "windows": {n: [asdict(time) for time in times] for n, (_, times) in measured.items()},
         }  # fmt: skip
     text = write(args.folder, "compiled_step", found, to_markdown(found)) if measured else ""
-    for name in args.models:  # written after each, so that a later one that fails loses nothing
-        new = {variant: asdict(counts) for variant, counts in on_gpu(name, variants=args.variants).items()}
+    # Written after each, so that a later one that fails loses nothing.
+    for name, variant in tqdm([(name, variant) for name in args.models for variant in args.variants], disable=None):
+        new = {variant: asdict(on_gpu(name, variants=[variant])[variant])}
         known = found.setdefault("gpu", {}).setdefault(name, {"rows": {}, "apart": {}})
-        rows = known["rows"] | new
-        if new.keys() == rows.keys():
-            known |= {"commit": began["commit"], "torch": torch.__version__, "apart": {}}
-        else:
-            known["apart"] = known.get("apart", {}) | dict.fromkeys(new, began["commit"])
+        rows, apart = known["rows"] | new, known["apart"] | {variant: began["commit"]}
+        if all(apart.get(each) == began["commit"] for each in rows):
+            known |= {"commit": began["commit"], "torch": torch.__version__}
+        known["apart"] = {each: commit for each, commit in apart.items() if commit != known["commit"]}
         known["rows"] = {variant: rows[variant] for variant in GPU_VARIANTS if variant in rows}
         text = write(args.folder, "compiled_step", found, to_markdown(found))
     print(text)
