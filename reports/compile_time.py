@@ -3,8 +3,9 @@
 Ahead of time: `fxamp.convert` of LeNet-5 and of a BERT with 12 layers, by one thread, each time in a new process; and
 of four models in turn with the first call of the same model compiled by torch.compile. Just in time: for BERT and Llama
 with 12 layers, the first forward and backward of a model compiled by torch.compile with "aot_eager" alone, and with
-fxamp in front of it, in turn. Several rounds of each. `convert`, `first` or `compile` as an argument measures that part
-alone, and leaves the others as they were. Writes `reports/compile_time.md` and `.json`.
+fxamp in front of it, in turn. A training step compiled by Inductor: its first two windows, optimizer included, each
+time in a new process with an empty cache. Several rounds of each. `convert`, `first`, `compile` or `step` as an
+argument measures that part alone, and leaves the others as they were. Writes `reports/compile_time.md` and `.json`.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ from __future__ import annotations
 import itertools
 import json
 import multiprocessing
+import os
+import resource
 import statistics
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -30,7 +34,7 @@ import fxamp
 from fxamp.demo import LeNet5
 from reports.made import made, sentence
 
-PARTS = ("convert", "first", "compile")
+PARTS = ("convert", "first", "compile", "step")
 ROUNDS = 5
 INNER = "aot_eager"
 HERE = Path(__file__).parent
@@ -140,6 +144,59 @@ def measure(build: Callable[[], nn.Module], rounds: int, progress: tqdm[Any]) ->
     return {"seconds": seconds, "ratio": statistics.median(ratios), "spread": ratios[-1] - ratios[0]}
 
 
+def compiling(name: str, way: str, cache: str) -> float:
+    """Return the seconds of the processor that two windows of a compiled step take; for a process of its own.
+
+    Those of processes that compile kernels count.
+    """
+    os.environ |= {"TORCHINDUCTOR_CACHE_DIR": cache, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    torch.manual_seed(0)
+    torch.compile(lambda x: x.sin() + 1)(
+        torch.randn(4, requires_grad=True)
+    ).sum().backward()  # imports, and g++'s header
+    model, inputs = STEPS[name][0](), STEPS[name][1]()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    if way == "torch.compile":
+        loss_of, update = torch.compile(lambda: model(**inputs).loss), torch.compile(optimizer.step)
+
+        def window() -> None:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = loss_of()
+            loss.backward()
+            update()
+            optimizer.zero_grad()
+
+    else:
+        view = fxamp.convert(model, policy=f"{way},dtype=bf16")
+        step = fxamp.TrainStep(view, None, optimizer, compile={"dynamic": False})
+
+        def window() -> None:
+            step(inputs)
+
+    began = _processor()
+    for _ in range(2):
+        window()
+    return _processor() - began
+
+
+def _processor() -> float:
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def measure_step(name: str, rounds: int, progress: tqdm[Any]) -> dict[str, list[float]]:
+    """Compile a step of one model in each way, in turn; return the seconds of each round."""
+    found: dict[str, list[float]] = {way: [] for way in WAYS}
+    for _ in range(rounds):
+        for way, seconds in found.items():
+            with tempfile.TemporaryDirectory() as cache, multiprocessing.get_context("spawn").Pool(1) as pool:
+                seconds.append(pool.apply(compiling, (name, way, cache)))
+            progress.update()
+    return found
+
+
 CONVERTED = ("LeNet-5", "BERT, 12 layers")
 COMPILED = {"BERT": bert, "Llama": llama}
 FIRST: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, torch.Tensor]]]] = {
@@ -148,6 +205,11 @@ FIRST: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, torch.Ten
     "ResNet-50": (resnet, lambda: {"pixel_values": torch.randn(2, 3, 64, 64)}),
     "Swin V2": (swin, lambda: {"pixel_values": torch.randn(2, 3, 64, 64)}),
 }
+STEPS = {
+    "BERT, 12 layers": (bert, lambda: dict.fromkeys(("input_ids", "labels"), torch.randint(99, (8, 64)))),
+    "Llama, 12 layers": (llama, lambda: dict.fromkeys(("input_ids", "labels"), torch.randint(99, (8, 64)))),
+}
+WAYS = ("torch.compile", "O1", "O2")
 _SIZES = {True: "any batch size", False: "one batch size"}
 
 
@@ -178,6 +240,10 @@ def to_markdown(found: dict[str, Any]) -> str:
             theirs, ours = (statistics.median(row[f"{way}, {size}"]) for way in ("torch.compile", "fxamp"))
             cells += [f"{theirs:.1f}", f"{ours:.1f}", f"{ours / theirs:.2f}"]
         first.append(cells)
+    steps = [
+        (name, f"{statistics.median(row[WAYS[0]]):.1f}", *(_over(row[way], row[WAYS[0]]) for way in WAYS[1:]))
+        for name, row in found.get("step", {}).items()
+    ]
     sizes = [
         f"{what} ({size})" for size in _SIZES.values() for what in ("torch.compile, s", "fxamp.convert, s", "ratio")
     ]
@@ -199,8 +265,19 @@ def to_markdown(found: dict[str, Any]) -> str:
         "## Just in time: fxamp.compile against torch.compile\n\n"
         f"The table shows the time of the first forward and backward with the inner backend `{INNER}`: medians of "
         f"{rounds['compile']} rounds, in which both variants take turns, with {torch.get_num_threads()} threads.\n\n"
-        f"{tabulate(rows, headers, 'pipe', disable_numparse=True)}\n"
+        f"{tabulate(rows, headers, 'pipe', disable_numparse=True)}\n\n"
+        "## A compiled training step\n\n"
+        "The table shows seconds of the processor, those of the compiler of kernels included, that the first two "
+        "windows of a step take with Inductor: model and loss under autocast and AdamW's step, each by "
+        "`torch.compile`, and a TrainStep with `compile=` and the same AdamW. Each round is a new process with an "
+        "empty cache; in brackets are the least and the greatest ratio of a round.\n\n"
+        f"{tabulate(steps, ('model', 'torch.compile, s', 'O1', 'O2'), 'pipe', disable_numparse=True)}\n"
     )
+
+
+def _over(ours: Sequence[float], theirs: Sequence[float]) -> str:
+    ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
+    return f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
 
 
 def _made(found: dict[str, Any]) -> str:
@@ -216,7 +293,7 @@ def main(parts: Sequence[str] = PARTS, rounds: int = ROUNDS, folder: Path = HERE
     warnings.filterwarnings("ignore")
     kept = folder / "compile_time.json"
     found = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
-    steps = {"convert": 2 * rounds, "first": 16 * (rounds + 1), "compile": 4 * rounds}
+    steps = {"convert": 2 * rounds, "first": 16 * (rounds + 1), "compile": 4 * rounds, "step": 6 * rounds}
     with tqdm(total=sum(steps[part] for part in parts), desc="compile_time") as progress:
         found["made"] = found.get("made", {}) | dict.fromkeys(parts, made())  # before anything loads the machine
         if "convert" in parts:
@@ -225,6 +302,8 @@ def main(parts: Sequence[str] = PARTS, rounds: int = ROUNDS, folder: Path = HERE
             found["first"] = {name: measure_first(name, rounds, progress) for name in FIRST}
         if "compile" in parts:
             found["compile"] = {name: measure(build, rounds, progress) for name, build in COMPILED.items()}
+        if "step" in parts:
+            found["step"] = {name: measure_step(name, rounds, progress) for name in STEPS}
     text = to_markdown(found)
     (folder / "compile_time.md").write_text(text, encoding="utf-8")
     kept.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

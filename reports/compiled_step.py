@@ -13,9 +13,9 @@ the bytes that Inductor's kernels load and store, the kernels of a forward and b
 saves for backward; and of a window the peak memory of a run, without weights and optimizer state. A loop by hand
 compiles model and loss as one function, which returns the loss.
 
-For a GPU, which need not be there, it takes six models of full size, and counts what Inductor makes of their steps on
-an H100 (`fxamp.measure.fake_cuda`), with all that runs outside of the graphs. The report on what only a GPU can show
-has measured some of it.
+For a GPU, which need not be there, it takes seven models of full size (one is of `diffusers`), and counts what Inductor
+makes of their steps on an H100 (`fxamp.measure.fake_cuda`), with all that runs outside of the graphs. The report on
+what only a GPU can show has measured some of it.
 
 `compiled_step.md` and `compiled_step.json` are written beside this file.
 """
@@ -31,8 +31,9 @@ import statistics
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -63,14 +64,54 @@ ROUNDS, WARMUP, RESAMPLED = 11, 2, 2000
 WINDOWS = (1, 4)
 _LENGTH = {"1": "Steps of one micro-batch", "4": "Windows of four micro-batches"}
 SIZE = (256, 4, 4, 64)  # width, layers, batch, tokens
-BATCHES = {"BERT-base": 32, "GPT-2": 8, "Llama 0.5B": 8, "ViT-B": 64, "ResNet-50": 64, "T5-base": 8}  # on a GPU
+BATCHES = {
+    "BERT-base": 32, "GPT-2": 8, "Llama 0.5B": 8, "ViT-B": 64, "ResNet-50": 64, "T5-base": 8, "diffusion UNet": 4,
+}  # on a GPU  # fmt: skip
 _T5 = {
     "d_model": 768, "d_ff": 3072, "num_layers": 12, "num_decoder_layers": 12, "num_heads": 12, "use_cache": False,
     "decoder_start_token_id": 0,
 }  # fmt: skip
 _SHALLOW_T5 = {"num_layers": 1, "num_decoder_layers": 1}
-MODELS = {**SUBJECTS, "T5-base": Subject("T5", "ForConditionalGeneration", 512, (8,), _T5, _SHALLOW_T5, {})}
 Inputs = dict[str, Tensor]
+
+
+class Denoising(nn.Module):
+    """The UNet of Stable Diffusion 1.5 (860 million parameters, random), and the loss of its noise prediction."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from diffusers import UNet2DConditionModel
+
+        self.unet = UNet2DConditionModel(cross_attention_dim=768)  # all other sizes are the class's defaults
+
+    def forward(self, sample: Tensor, timestep: Tensor, encoder_hidden_states: Tensor, noise: Tensor) -> Any:
+        """Return what has the loss of the predicted noise."""
+        predicted = self.unet(sample, timestep, encoder_hidden_states).sample
+        return SimpleNamespace(loss=nn.functional.mse_loss(predicted.float(), noise.float()))
+
+
+@dataclass(frozen=True)
+class Diffusion:
+    """A subject that is no model of `transformers`: latents of 64 x 64 and texts of 77 tokens."""
+
+    shallow: Mapping[str, Any] = field(default_factory=dict)
+
+    def build(self, batch: int, small: bool) -> tuple[Any, Inputs]:
+        """Return a model in train mode and its inputs, the noise to be predicted among them; none is small."""
+        torch.manual_seed(0)
+        latents, text = torch.randn(batch, 4, 64, 64), torch.randn(batch, 77, 768)
+        inputs = {"timestep": torch.arange(batch), "encoder_hidden_states": text, "noise": torch.randn_like(latents)}
+        return Denoising().train(), {"sample": latents, **inputs}
+
+    def shown(self, batch: int) -> str:
+        """Return what a batch is, for a table."""
+        return f"{batch} x 4 x 64 x 64"
+
+
+MODELS: dict[str, Subject | Diffusion] = {
+    **SUBJECTS, "T5-base": Subject("T5", "ForConditionalGeneration", 512, (8,), _T5, _SHALLOW_T5, {}),
+    "diffusion UNet": Diffusion(),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -425,14 +466,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "windows": {n: [asdict(time) for time in times] for n, (_, times) in measured.items()},
         }  # fmt: skip
     text = write(args.folder, "compiled_step", found, to_markdown(found)) if measured else ""
-    for name in args.models:  # written after each, so that a later one that fails loses nothing
-        new = {variant: asdict(counts) for variant, counts in on_gpu(name, variants=args.variants).items()}
+    # Written after each, so that a later one that fails loses nothing.
+    for name, variant in tqdm([(name, variant) for name in args.models for variant in args.variants], disable=None):
+        new = {variant: asdict(on_gpu(name, variants=[variant])[variant])}
         known = found.setdefault("gpu", {}).setdefault(name, {"rows": {}, "apart": {}})
-        rows = known["rows"] | new
-        if new.keys() == rows.keys():
-            known |= {"commit": began["commit"], "torch": torch.__version__, "apart": {}}
-        else:
-            known["apart"] = known.get("apart", {}) | dict.fromkeys(new, began["commit"])
+        rows, apart = known["rows"] | new, known["apart"] | {variant: began["commit"]}
+        if all(apart.get(each) == began["commit"] for each in rows):
+            known |= {"commit": began["commit"], "torch": torch.__version__}
+        known["apart"] = {each: commit for each, commit in apart.items() if commit != known["commit"]}
         known["rows"] = {variant: rows[variant] for variant in GPU_VARIANTS if variant in rows}
         text = write(args.folder, "compiled_step", found, to_markdown(found))
     print(text)

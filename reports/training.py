@@ -1,13 +1,14 @@
-"""Train real models to the end, with the same seeds in every variant: FP32, `torch.autocast`, O1, O2, O2 per_step.
+"""Train real models to the end, with the same seeds in every variant: FP32, `torch.autocast`, and fxamp at its levels.
 
     OMP_NUM_THREADS=1 python reports/training.py            # about an hour of one core
     python reports/training.py resnet gpt --seeds 1
+    python reports/training.py vit --seeds 5 --variants FP32 torch.autocast "fxamp O2 compiled"
 
 A ResNet and a vision transformer on images of digits and a character GPT on the source of Python's own library in BF16;
 a smaller one of width 64 and two layers in FP16 with loss scaling. Every variant of a task and a seed starts from the
 same weights and sees the same batches, in windows of two micro-batches. Runs that `training.json` has already are not
-repeated, so what was stopped goes on. After every run it writes `training.json`, `training.md` and
-`training_<task>.svg` beside this file.
+repeated, so what was stopped goes on; each names the commit that made it. After every run it writes `training.json`,
+`training.md` and `training_<task>.svg` beside this file.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -39,8 +40,8 @@ import fxamp  # noqa: E402  (the path comes first)
 from reports import made  # noqa: E402
 from reports.plot import line_chart  # noqa: E402
 
-FP32, AUTOCAST, PER_STEP = "FP32", "torch.autocast", "fxamp O2 per_step"
-VARIANTS = (FP32, AUTOCAST, "fxamp O1", "fxamp O2", PER_STEP)
+FP32, AUTOCAST, PER_STEP, COMPILED = "FP32", "torch.autocast", "fxamp O2 per_step", "fxamp O2 compiled"
+VARIANTS = (FP32, AUTOCAST, "fxamp O1", "fxamp O2", PER_STEP, COMPILED)
 SEEDS, WINDOW, POINTS = 3, 2, 100
 CHARACTERS = 1_200_000
 
@@ -75,6 +76,7 @@ class Run:
     losses: list[float | None]
     scales: list[float]
     seconds: float
+    commit: str
 
 
 class Residual(nn.Module):
@@ -238,6 +240,11 @@ class UnderAutocast(nn.Module):
         return out.float()
 
 
+def variants_of(task: str) -> list[str]:
+    """Return the variants of a task: compiled, an O2 in FP16 follows the plan of an eager O2, and is left out."""
+    return [variant for variant in VARIANTS if variant != COMPILED or TASKS[task].low == torch.bfloat16]
+
+
 def train(name: str, variant: str, seed: int, steps: int | None) -> Run:
     """Train one variant from its seed on."""
     task, started = TASKS[name], time.perf_counter()
@@ -249,10 +256,11 @@ def train(name: str, variant: str, seed: int, steps: int | None) -> Run:
     optimizer = torch.optim.AdamW(model.parameters(), lr=task.learning_rate, weight_decay=0.01, fused=True)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, task.learning_rate, total_steps=steps)
     scaled = task.low == torch.float16 and variant != FP32
+    weights: dict[str, Literal["per_step", "auto"]] = {PER_STEP: "per_step", COMPILED: "auto"}
     step = fxamp.TrainStep(
         called, F.cross_entropy, optimizer, scaler=fxamp.LossScaler(growth_interval=200) if scaled else None,
         accumulate_steps=WINDOW, max_grad_norm=1.0, scheduler=scheduler,
-        weights="per_step" if variant == PER_STEP else "per_use",
+        weights=weights.get(variant, "per_use"), compile=variant == COMPILED,
     )  # fmt: skip
     losses, scales, skipped = [], [], 0
     for _ in tqdm(range(steps), desc=f"{name}, {variant}, seed {seed}", unit="step", mininterval=1, leave=False):
@@ -265,7 +273,10 @@ def train(name: str, variant: str, seed: int, steps: int | None) -> Run:
         kept = [float(F.cross_entropy(called(x), y)) for x, y in task.kept_back()]
     curve = [_finite(value) for value in _thinned(losses)]
     seconds = round(time.perf_counter() - started, 1)
-    return Run(name, variant, seed, steps, _finite(statistics.mean(kept)), skipped, curve, _thinned(scales), seconds)
+    return Run(
+        name, variant, seed, steps, _finite(statistics.mean(kept)), skipped, curve, _thinned(scales), seconds,
+        made.made()["commit"],
+    )  # fmt: skip
 
 
 def _called(variant: str, model: nn.Module, task: Task, example: Tensor) -> nn.Module:
@@ -288,7 +299,7 @@ def _finite(value: float) -> float | None:
 
 
 def compare(runs: Sequence[Run], task: str) -> list[tuple[str, ...]]:
-    """Return one row a variant: loss, difference from FP32 paired by seed, whether that is noise, skips, scale."""
+    """Return a row a variant: seeds, loss, difference from FP32 paired by seed, whether that is noise, skips, scale."""
     by_variant = {v: {r.seed: r for r in runs if (r.task, r.variant) == (task, v)} for v in VARIANTS}
     exact = {seed: run.loss for seed, run in by_variant[FP32].items()}
     noise = _deviation([loss for loss in exact.values() if loss is not None])
@@ -303,6 +314,7 @@ def compare(runs: Sequence[Run], task: str) -> list[tuple[str, ...]]:
         within = len(losses) == len(found) and bool(apart) and abs(statistics.mean(apart)) <= max(2 * error, noise)
         rows.append((
             variant,
+            str(len(found)),
             f"{statistics.mean(losses):.4f} ± {_deviation(losses):.4f}",
             "" if variant == FP32 or not apart else f"{statistics.mean(apart):+.4f} ± {error:.4f}",
             "" if variant == FP32 or len(found) < 2 else "yes" if within else "no",
@@ -318,16 +330,19 @@ def _deviation(values: Sequence[float]) -> float:
 
 def to_markdown(runs: Sequence[Run], machine: str) -> str:
     """Return the report."""
-    headers = ("variant", "loss", "minus FP32", "within noise", "steps skipped", "last scale")
+    headers = ("variant", "seeds", "loss", "minus FP32", "within noise", "steps skipped", "last scale")
     parts = []
     for task in dict.fromkeys(run.task for run in runs):
         found = [run for run in runs if run.task == task]
-        seeds = len({run.seed for run in found})
+        commits = "".join(
+            f"{v}: {', '.join(dict.fromkeys(r.commit for r in found if r.variant == v))}; "
+            for v in dict.fromkeys(run.variant for run in found)
+        )
         table = tabulate(compare(runs, task), headers, "pipe", disable_numparse=True)
         low = "FP16" if TASKS[task].low == torch.float16 else "BF16"
         parts.append(
-            f"## {task}\n\n{low}, {found[0].steps} steps of {WINDOW} micro-batches, "
-            f"{seeds} seed{'s' if seeds > 1 else ''}.\n\n{table}\n\n"
+            f"## {task}\n\n{low}, {found[0].steps} steps of {WINDOW} micro-batches. "
+            f"Made at {commits.removesuffix('; ')}.\n\n{table}\n\n"
             f"![training loss](training_{task}.svg)\n"
         )
         if low == "FP16":
@@ -373,6 +388,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Train real models in every variant, with the same seeds.")
     parser.add_argument("task", nargs="*", metavar="TASK", help=", ".join(TASKS))
     parser.add_argument("--seeds", type=int, default=SEEDS, help="how many (default: %(default)s)")
+    parser.add_argument("--variants", nargs="*", default=VARIANTS, choices=VARIANTS)
     parser.add_argument("--steps", type=int, help="of every task, instead of its own")
     parser.add_argument("-o", "--output", type=Path, default=HERE, metavar="FOLDER", help="where to write")
     options = parser.parse_args(arguments)
@@ -381,7 +397,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     file = options.output / "training.json"
     runs = [Run(**run) for run in json.loads(file.read_text())["runs"]] if file.exists() else []
     done = {(run.task, run.variant, run.seed) for run in runs}
-    wanted = [(t, v, s) for s in range(options.seeds) for t in options.task or TASKS for v in VARIANTS]
+    wanted = [
+        (t, v, s) for s in range(options.seeds) for t in options.task or TASKS for v in variants_of(t)
+        if v in options.variants
+    ]  # fmt: skip
     for task, variant, seed in tqdm([one for one in wanted if one not in done], desc="runs", unit="run"):
         runs.append(train(task, variant, seed, options.steps))
         write(runs, options.output)
