@@ -26,6 +26,7 @@ from reports import (
     advice,
     casts,
     census,
+    compiled_error,
     compiled_step,
     coverage,
     error,
@@ -263,6 +264,21 @@ def test_in_every_size_weights_cast_once_a_window_leave_less_to_cast(model: str)
     assert moved["fxamp O1 per_step"] <= 0.87 * moved["torch.autocast"]
     for variant in ("fxamp O1 per_step", "fxamp O2 per_step"):
         assert rows[variant]["saved_bytes"] <= rows["torch.autocast"]["saved_bytes"]
+
+
+def test_the_committed_errors_of_compiled_steps_are_within_their_bounds() -> None:
+    found = _committed("compiled_error.json")
+    rows = [compiled_error.Row(**row) for row in found["rows"]]
+    assert REPORTS.joinpath("compiled_error.md").read_text() == headed(compiled_error.to_markdown(rows), found)
+    assert [row.model for row in rows] == [*compiled_error.MODELS]
+    for row in rows:
+        gradients, losses = ({v: e / errors[compiled_error.AUTOCAST] for v, e in errors.items()}
+                             for errors in (row.gradients, row.losses))  # fmt: skip
+        assert gradients[compiled_error.O2] <= 1.25, row.model
+        assert losses[compiled_error.O2] <= 1.3, row.model
+        assert 0.5 <= row.tuned["predicted"] / row.tuned["measured"] <= 2, row.model
+        if row.model in ("BERT", "GPT-2"):
+            assert gradients[compiled_error.O2] < gradients[compiled_error.PLAN]
 
 
 @pytest.mark.parametrize("task", training.TASKS)
