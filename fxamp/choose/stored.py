@@ -99,7 +99,8 @@ class _Search:
         if best in predicted:
             numbers["predicted"] = predicted[best]
         plan = self._candidates[best].plan
-        notes = (*_notes(best, errors, counts, limit, base), *self._of_others(names, predicted))
+        alone = len(self._candidates) == 1
+        notes = (*_notes(best, errors, counts, limit, base, alone=alone), *self._of_others(names, predicted))
         return replace(
             plan, certificate=numbers, notes=(*plan.notes, *step.notes, *(f"{CERTIFICATE}: {note}" for note in notes))
         )  # fmt: skip
@@ -308,15 +309,17 @@ def _is_above_in_none(counts: Counts, of_o1: Counts) -> bool:
 
 
 def _notes(
-    best: str, errors: Mapping[str, Errors], counts: Mapping[str, Counts], limit: float, autocast: float
+    best: str, errors: Mapping[str, Errors], counts: Mapping[str, Counts], limit: float, autocast: float, *, alone: bool
 ) -> Iterable[str]:
-    """Yield what the search came to, in one sentence, and what was compared."""
+    """Yield what the search came to, in one sentence, and what was compared; O1 may have been the only candidate."""
     fewer = {name: 1 - found.moved_bytes / counts[NOTHING].moved_bytes for name, found in counts.items()}
     if best != NOTHING:
         yield (
             f"{best} in 16 bits moves {100 * fewer[best]:.1f} % fewer bytes than O1, with an error of "
             f"{errors[best].per_parameter:.3g} for {autocast:.3g} under autocast"
         )
+    elif alone:
+        yield "O1 stays: it stores nothing in FP32 that 16 bits are considered for"
     else:
         said = f"O1 stays: nothing that moves fewer bytes is within {limit:.3g}, and above O1 in no other count"
         cheaper = [name for name in counts if fewer[name] > 0]

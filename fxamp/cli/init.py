@@ -8,7 +8,7 @@ import os
 import re
 from pathlib import Path
 
-from .output import DONE, write
+from .output import DONE, write, write_file
 from .targets import parsed, tables_of
 from .usage import POLICY, TARGET, UsageError
 
@@ -36,9 +36,9 @@ def run(args: argparse.Namespace) -> int:
     name = args.name or Path(where).stem.rpartition(".")[2]
     file = next((f / "pyproject.toml" for f in (Path.cwd(), *Path.cwd().parents) if (f / "pyproject.toml").is_file()),
                 Path.cwd() / "pyproject.toml")  # fmt: skip
-    text = file.read_bytes().decode("utf-8", "replace") if file.exists() else ""  # with its own ends of lines
     if file.exists() and name in tables_of(file):
         raise UsageError(f"{file.name} has a target {name!r} already: change its table, or give another --name")
+    text = file.read_bytes().decode() if file.exists() else ""  # with its own ends of lines
     # Paths of a table are relative to its file.
     target = f"{_beside(file, where)}:{function}" if where.endswith(".py") else args.target
     settings = {"target": target, "policy": args.policy or "O1,dtype=bf16"}
@@ -57,9 +57,7 @@ def run(args: argparse.Namespace) -> int:
             f"{file.name} has [tool.fxamp] or its targets in braces or by dotted keys, which no table can follow: "
             f"nothing was written; add {key} = {{{inside}}} to its targets, or delete them if they are empty"
         ) from error
-    from passes.contract.plan_format import write_text
-
-    write_text(file, text + added)
+    write_file(file, text + added)
     write(args, text=lambda: f"wrote [tool.fxamp.targets.{key}] to {file.name}; next: fxamp check --update")
     return DONE
 

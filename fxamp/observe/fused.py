@@ -22,11 +22,13 @@ from passes.graph.values import LOW_DTYPES
 
 from .interpret import Run
 
-_CAST = torch.ops.prims.convert_element_type.default
-_VIEWS = {
-    "alias", "cat", "clone", "constant_pad_nd", "expand", "getitem", "permute", "reshape", "select", "slice", "split",
-    "split_with_sizes", "squeeze", "t", "transpose", "unsqueeze", "view",
+CAST = torch.ops.prims.convert_element_type.default
+# What Inductor computes where it is read, beside pointwise ops and reductions.
+MOVES = {
+    "_unsafe_view", "alias", "broadcast_in_dim", "clone", "expand", "full", "getitem", "iota", "permute", "reshape",
+    "select", "slice", "squeeze", "unsqueeze", "view",
 }  # fmt: skip
+_VIEWS = MOVES | {"cat", "constant_pad_nd", "split", "split_with_sizes", "t", "transpose"}
 
 
 class Fused(Run):
@@ -45,9 +47,9 @@ class Fused(Run):
         return value
 
     def _fused(self, n: Node) -> Any:
-        if n.target is _CAST:
+        if n.target is CAST:
             return self._cast(n)
-        if _name(n) in _VIEWS:
+        if op_name(n) in _VIEWS:
             if any(i in self._wide for i in n.all_input_nodes):
                 args, kwargs = map_arg((n.args, n.kwargs), self._in_registers)
                 self._wide[n] = self.call(n, args, kwargs)
@@ -88,11 +90,20 @@ def _in_dtype_of(value: Any, example: Any) -> Any:
     return value.to(example.dtype) if both and value.dtype != example.dtype else value
 
 
-def _name(n: Node) -> str:
+def op_name(n: Node) -> str:
+    """Return the name of an op without its overload."""
     return str(getattr(n.target, "__name__", "")).partition(".")[0]
 
 
+def is_pointwise(n: Node) -> bool:
+    """Say whether each element of a result is computed of the elements at its place."""
+    return isinstance(n.target, OpOverload) and torch.Tag.pointwise in n.target.tags
+
+
+def is_reduction(n: Node) -> bool:
+    """Say whether an op reduces, as a sum does."""
+    return isinstance(n.target, OpOverload) and torch.Tag.reduction in n.target.tags
+
+
 def _computes(n: Node) -> bool:
-    """Say whether Inductor generates code for an op: it is pointwise, or reduces."""
-    tags = n.target.tags if isinstance(n.target, OpOverload) else ()
-    return torch.Tag.pointwise in tags or torch.Tag.reduction in tags or _name(n) == "gather"
+    return is_pointwise(n) or is_reduction(n) or op_name(n) == "gather"

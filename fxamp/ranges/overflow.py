@@ -50,6 +50,7 @@ from ..observe.workload import Loss
 from ..results import Result, some
 
 _RUNS, _SHOWN = 6, 8  # of the step, to find a cure; nodes of a cure in the text
+_LOSS = -1  # among the results of a run, beside the ids of parameters
 _FAR = 32  # roundings to the low dtype: nearer, a loss or gradients may be apart by the rounding of what was cured
 _FIXED = ("cast", "as_autocast")  # kinds of decisions that no override changes
 
@@ -233,12 +234,12 @@ def _hidden(found: Overflow, reader: str, step: Step, batch: Batch, watch: _Fini
         return None
     try:
         view = step if watch.graphs else step.under(Policy("O1", dtype=watch.low))
-        healed = _run(view, batch, found.scale, heals=True)
+        healed = _run(view, batch, found.scale, heals=True, compared=True)
     except FxampError:  # it cannot be converted, or has no kernel in FP32
         return None
     if not healed.forced or not watch.is_far(healed):
         return None
-    losses = [float(each.results[0]) for each in (watch, healed)]
+    losses = [float(each.results[_LOSS]) for each in (watch, healed)]
     said = (
         f"no loss shows it: {reader} makes finite values of {found.kind}, and the loss is {losses[0]:.4g}, where with "
         f"these nodes in FP32 it is {losses[1]:.4g}"
@@ -288,7 +289,7 @@ class _Finite(Watch):
         self._origins: list[_Origin] = []
         self._bad: dict[int, _Origin | None] = {}  # by storage; None: the program wrote an inf
         self._ends: list[Tensor] = []
-        self.results: list[Tensor] = []  # the loss, and the gradients; those only if they are compared
+        self.results: dict[int, Tensor] = {}  # of a run that is compared: gradients by parameter, and the loss
         self._hidden: dict[int, tuple[_Origin, str]] = {}  # overflows of which an op made finite values, and that op
         self._handed: dict[int, tuple[Any, _At]] = {}  # what graphs have returned, and by which node
         self._crossed: dict[_At, _At] = {}  # inputs of graphs that another one has returned
@@ -303,8 +304,6 @@ class _Finite(Watch):
     def ends(self, tensors: Sequence[Tensor]) -> None:
         """Take those of the loss, or of the gradients, that are not finite, unless the loss was taken."""
         self._ends = self._ends or [t for t in tensors if _kind(_range(t))]
-        if self.heals or self._hidden:
-            self.results += [t.detach().clone() for t in tensors]
 
     def hidden(self) -> tuple[_Origin, str] | None:
         """Return the first overflow of which an op made finite values, and that op; None if there is none."""
@@ -312,15 +311,13 @@ class _Finite(Watch):
 
     def is_far(self, healed: _Finite) -> bool:
         """Say whether the loss, or else the gradients, are elsewhere than in a run in which values fit."""
-        loss, other = (float(watch.results[0]) for watch in (self, healed))
         low = _FAR * torch.finfo(self.low or torch.float16).eps
+        loss, other = (float(watch.results[_LOSS]) for watch in (self, healed))
         if abs(loss - other) > low * abs(other):
             return True
-        squares = [
-            (float((a - b).double().square().sum()), float(b.double().square().sum()))
-            for a, b in zip(self.results[1:], healed.results[1:], strict=False)
-        ]
-        apart, whole = (math.fsum(each) ** 0.5 for each in zip(*squares, strict=True)) if squares else (0.0, 0.0)
+        pairs = [(self.results[at], g) for at, g in healed.results.items() if at in self.results]
+        apart = math.hypot(*(float(torch.linalg.vector_norm(a - b)) for a, b in pairs))
+        whole = math.hypot(*(float(torch.linalg.vector_norm(b)) for _, b in pairs))
         return math.isfinite(whole) and not apart <= low * whole
 
     def culprit(self) -> _Origin | None:
@@ -559,8 +556,10 @@ def _all_graphs(graph: GraphModule) -> list[GraphModule]:
     return found
 
 
-def _run(step: Step, batch: Batch, scale: float, forced: Iterable[_At] = (), *, heals: bool = False) -> _Finite:
-    """Run forward and backward of one batch under a watch."""
+def _run(
+    step: Step, batch: Batch, scale: float, forced: Iterable[_At] = (), *, heals: bool = False, compared: bool = False
+) -> _Finite:
+    """Run forward and backward of one batch under a watch, which keeps the results of a run that is `compared`."""
     model = step.model
     watch = _Finite(model, forced, heals=heals)
     inputs = [("(inputs)", t) for t in pytree.tree_leaves(batch) if isinstance(t, Tensor)]
@@ -577,8 +576,11 @@ def _run(step: Step, batch: Batch, scale: float, forced: Iterable[_At] = (), *, 
             if loss.requires_grad:
                 with outside_of_regions():
                     (loss * scale).backward()
+        gradients = {id(p): p.grad for p in model.parameters() if p.grad is not None}
         watch.ends([loss])
-        watch.ends([p.grad for p in model.parameters() if p.grad is not None])
+        watch.ends([*gradients.values()])
+        if compared or watch.hidden() is not None:
+            watch.results = {at: dense(t.detach()).clone() for at, t in ({_LOSS: loss} | gradients).items()}
     return watch
 
 

@@ -20,26 +20,20 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from passes._torch import OpOverload, example_of
+from passes._torch import example_of
 from passes.contract.errors import PlanError
 from passes.contract.plan import Plan, Stored
 from passes.contract.policy import Policy, dtype_name, module_override, type_names
 from passes.graph.values import frames
 
 from ..capture.graph import copied
-from ..observe.fused import Fused
+from ..observe.fused import CAST, MOVES, Fused, is_pointwise, is_reduction, op_name
 from ..view.runner import Runner
 from .compiler import CompileSettings
 
 Part: TypeAlias = Literal["saved", "backward"]
 PARTS: tuple[Part, ...] = ("saved", "backward")
 LEAST = 4096  # elements: below, a kernel takes as long as its launch
-_CAST = torch.ops.prims.convert_element_type.default
-# What Inductor computes where it is read, beside pointwise ops and reductions.
-_MOVES = {
-    "_unsafe_view", "alias", "broadcast_in_dim", "clone", "expand", "full", "getitem", "iota", "permute", "reshape",
-    "select", "slice", "squeeze", "unsqueeze", "view",
-}  # fmt: skip
 # What has a kernel of its own that Inductor generates: it can cast what it reads, and what it makes.
 _GENERATED = {"cat", "embedding", "index", "index_put", "scatter", "scatter_add"}
 
@@ -193,14 +187,14 @@ class AtRest:
 
 def _store(graph: Graph, node: Node, readers: Sequence[Node], low: torch.dtype) -> Node:
     """Let readers of an FP32 value read what was stored of it in a low dtype; return that."""
-    cast = next((u for u in node.users if u.target is _CAST and u.args[1] == low), None)
+    cast = next((u for u in node.users if u.target is CAST and u.args[1] == low), None)
     meta = {key: node.meta[key] for key in _PLACE if key in node.meta}
     if cast is None:
-        cast = graph.call_function(_CAST, (node, low))
+        cast = graph.call_function(CAST, (node, low))
         cast.meta = {**meta, "val": node.meta["val"].to(low)}
     node.append(cast)  # before all readers
     with graph.inserting_after(cast):
-        stored = graph.call_function(_CAST, (cast, torch.float32))
+        stored = graph.call_function(CAST, (cast, torch.float32))
     stored.meta = {**meta, "val": node.meta["val"].to(torch.float32)}
     for reader in readers:
         reader.replace_input_with(node, stored)
@@ -213,25 +207,13 @@ _PLACE = (
 )  # fmt: skip
 
 
-def _name(node: Node) -> str:
-    return str(getattr(node.target, "__name__", "")).partition(".")[0]
-
-
-def _is_pointwise(node: Node) -> bool:
-    return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
-
-
-def _is_reduction(node: Node) -> bool:
-    return isinstance(node.target, OpOverload) and torch.Tag.reduction in node.target.tags
-
-
 def _moves(node: Node) -> bool:
-    return node.op == "call_function" and _name(node) in _MOVES
+    return node.op == "call_function" and op_name(node) in MOVES
 
 
 def _starts(node: Node) -> int:
     """Return 1 for what is not computed in a kernel with its operands, else 0."""
-    fused = node.op != "call_function" or _is_pointwise(node) or _is_reduction(node) or _moves(node)
+    fused = node.op != "call_function" or is_pointwise(node) or is_reduction(node) or _moves(node)
     return int(not fused)
 
 
@@ -240,15 +222,15 @@ def _computes(node: Node) -> bool:
     value = node.meta.get("val")
     return (
         node.op == "call_function" and isinstance(value, Tensor) and value.dtype == torch.float32
-        and node.target is not _CAST and (_is_pointwise(node) or _name(node) in _GENERATED)
+        and node.target is not CAST and (is_pointwise(node) or op_name(node) in _GENERATED)
     )  # fmt: skip
 
 
 def _reads_fp32(reader: Node) -> bool:
     """Say whether a reader is in a generated kernel, and reads more than what is stored low for it already."""
-    if reader.target is _CAST:
+    if reader.target is CAST:
         return reader.args[1] == torch.float32
-    return _is_pointwise(reader) or _is_reduction(reader) or _name(reader) in _GENERATED
+    return is_pointwise(reader) or is_reduction(reader) or op_name(reader) in _GENERATED
 
 
 def _readers(node: Node, path: tuple[Node, ...] = ()) -> Iterator[tuple[Node, Node, tuple[Node, ...]]]:
@@ -309,7 +291,7 @@ def _repeated(graph: Graph) -> set[Node]:
     for node in reversed(graph.nodes):
         if isinstance(node.meta.get("val"), Tensor):
             readers = [u for u in node.users if isinstance(u.meta.get("val"), Tensor)]
-            inside = [u for u in readers if _is_pointwise(u) or _moves(u)]
+            inside = [u for u in readers if is_pointwise(u) or _moves(u)]
             if any(u in found or _elements(u) > _elements(node) for u in inside):
                 found.add(node)
     return found

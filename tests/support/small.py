@@ -60,3 +60,18 @@ def weights_of(model: nn.Module) -> list[Tensor]:
     """Return copies of a model's parameters, whole where they are spread over ranks."""
     found: list[Any] = [p.detach() for p in model.parameters()]
     return [p.full_tensor().clone() if hasattr(p, "full_tensor") else p.clone() for p in found]
+
+
+class NormByHand(nn.Module):
+    """A norm whose squares FP16 does not hold: `rsqrt` makes 0 of them, and every output is the bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [n, 4] for [n, 8]."""
+        h = self.a(x) * 1000
+        out: Tensor = self.b(h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6))
+        return out

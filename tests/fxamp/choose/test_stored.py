@@ -143,7 +143,7 @@ def test_where_nothing_is_worth_storing_o1_stays() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))  # below what is worth a cast
     plan = fxamp.tune(step_of(model), torch.randn(16, 8), torch.randint(4, (16,)))
     assert (plan.policy.level, plan.stored) == ("O1", ())
-    assert said(plan)[0].startswith("O1 stays: nothing that moves fewer bytes is within ")
+    assert said(plan)[0] == "O1 stays: it stores nothing in FP32 that 16 bits are considered for"
 
 
 @pytest.mark.slow  # builds the kernels of several graphs

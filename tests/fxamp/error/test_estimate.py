@@ -18,6 +18,7 @@ from fxamp.error.rounding import stochastic
 from fxamp.observe.emulation import Observer, Site
 from passes.contract.errors import CaptureError, PolicyError
 from tests.support.helpers import matrix
+from tests.support.small import NormByHand
 from tests.support.zoo import BY_NAME
 
 CE = nn.functional.cross_entropy
@@ -576,23 +577,9 @@ def test_the_cast_of_an_input_is_named_as_the_call_names_it() -> None:
         assert f"cast of input {name}" in {node.what for node in found["O1,dtype=bf16"].nodes}
 
 
-class Norm(nn.Module):
-    """A norm by hand, whose squares FP16 does not hold."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.a(x) * 1000
-        made: Tensor = self.b(h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6))
-        return made
-
-
 def test_that_fp16_does_not_hold_what_the_loss_depends_on_is_said() -> None:
     x, y = torch.randn(6, 8), torch.arange(6) % 4
-    found = fxamp.estimate_error(Norm(), x, y, loss=F.cross_entropy, policies=("O1,dtype=fp16", "O1,dtype=bf16"))
+    found = fxamp.estimate_error(NormByHand(), x, y, loss=F.cross_entropy, policies=("O1,dtype=fp16", "O1,dtype=bf16"))
     (note,) = (each for each in found.notes if "does not hold the values of" in each)
     assert note.startswith("O1,dtype=fp16: float16 does not hold the values of /pow#0")
     mask = nn.Sequential(nn.Linear(8, 4), nn.Threshold(0.0, -1e30), nn.Softmax(-1))  # beyond FP16, and its share is 0

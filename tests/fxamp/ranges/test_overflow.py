@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import warnings
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import fxamp
 from passes.contract.errors import PolicyError
 from tests.support.exported import program_of
 from tests.support.helpers import autocast_runs_lstms, in_turns
+from tests.support.small import NormByHand
 
 F = nn.functional
 SOURCE = Path(__file__).read_text(encoding="utf-8").splitlines()
@@ -254,22 +256,9 @@ def _line(comment: str) -> int:
     return next(i for i, line in enumerate(SOURCE, 1) if line.endswith(f"# {comment}"))
 
 
-class Rms(nn.Module):
-    """A norm by hand: of squares that overflow, `rsqrt` makes 0, and every output is the bias."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.a(x) * 1000
-        return self.b(h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6))  # the norm
-
-
 @pytest.mark.parametrize("way", ["autocast", "view", "step"])
 def test_an_overflow_that_no_loss_shows_is_found_and_cured(way: str) -> None:
-    model, y = Rms(), torch.arange(6) % 4
+    model, y = NormByHand(), torch.arange(6) % 4
     ce: Any = nn.functional.cross_entropy
     if way == "autocast":
         with torch.autocast("cpu", torch.float16):
@@ -282,7 +271,8 @@ def test_an_overflow_that_no_loss_shows_is_found_and_cured(way: str) -> None:
         found = fxamp.find_overflow(step, X, y)
     assert found is not None
     assert (found.op, found.kind, found.backward) == ("pow", "inf", False)
-    assert f"test_overflow.py:{_line('the norm')}" in (found.where if way == "autocast" else found.source)
+    line = inspect.getsourcelines(NormByHand.forward)[1] + 3
+    assert f"small.py:{line}" in (found.where if way == "autocast" else found.source)
     assert "rsqrt makes finite values of inf" in str(found)
     assert found.fp32 == ("/pow#0", "/mean#0", "/add#0", "/rsqrt#0")
     view = fxamp.convert(model, policy=found.policy)
